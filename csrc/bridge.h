@@ -1,0 +1,81 @@
+// Every quirk of LibTorch's stable ABI that the fronts need, and nowhere else (csrc/README.md explains the traps).
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <exception>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+namespace halfbyte {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// MANDATORY in every kernel that calls aten: without it a raw op called with an input that requires grad records
+// autograd *inside* the kernel, on buffers that are reused afterwards, and returns wrong gradients without an error.
+class NoGradGuard {
+ public:
+  NoGradGuard() : previous_(aoti_torch_grad_mode_is_enabled()) { aoti_torch_grad_mode_set_enabled(false); }
+  ~NoGradGuard() { aoti_torch_grad_mode_set_enabled(previous_); }
+  NoGradGuard(const NoGradGuard&) = delete;
+  NoGradGuard& operator=(const NoGradGuard&) = delete;
+
+ private:
+  bool previous_;
+};
+
+// Sizes of `t` with the last dimension replaced.
+inline std::vector<int64_t> with_last_size(const Tensor& t, int64_t last) {
+  std::vector<int64_t> sizes(t.sizes().begin(), t.sizes().end());
+  sizes.back() = last;
+  return sizes;
+}
+
+// Product of all dimensions but the last; right also when the last one is 0.
+inline int64_t leading_numel(const Tensor& t) {
+  int64_t rows = 1;
+  for (int64_t i = 0; i + 1 < t.dim(); ++i) rows *= t.size(i);
+  return rows;
+}
+
+// parallel_for that carries an exception out with its type and text: torch's own loses both at this ABI target.
+template <class Body>
+void parallel_rows(int64_t rows, int64_t grain, const Body& body) {
+  if (rows <= 0) return;
+  std::exception_ptr error;
+  std::mutex error_mutex;
+  torch::stable::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
+    try {
+      body(begin, end);
+    } catch (...) {
+      std::lock_guard<std::mutex> lock(error_mutex);
+      if (!error) error = std::current_exception();
+    }
+  });
+  if (error) std::rethrow_exception(error);
+}
+
+// aten::linear(input, weight, bias), without recording autograd.
+inline Tensor aten_linear(const Tensor& input, const Tensor& weight, const std::optional<Tensor>& bias) {
+  NoGradGuard no_grad;
+  std::array<StableIValue, 3> stack{torch::stable::detail::from(input), torch::stable::detail::from(weight),
+                                    torch::stable::detail::from(bias)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::linear", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// aten::matmul(a, b), without recording autograd.
+inline Tensor aten_matmul(const Tensor& a, const Tensor& b) {
+  NoGradGuard no_grad;
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(a), torch::stable::detail::from(b)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::matmul", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+}  // namespace halfbyte

@@ -1,0 +1,49 @@
+// Front of embedding on the CPU: gather packed rows and decode them straight into the output.
+#include "../bridge.h"
+#include "../checks.h"
+#include "isa.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+Tensor embedding(const Tensor& indices, const Tensor& packed, int64_t format, int64_t block_size, int64_t embedding_dim,
+                 ScalarType dtype) {
+  constexpr const char* op = "embedding";
+  const RowLayout layout = checked_layout(op, format, block_size, embedding_dim);
+  check_same_device(op, "indices", indices, "packed", packed);
+  check_packed(op, packed, layout);
+  HALFBYTE_CHECK(packed.dim() == 2, op, "packed must have 2 dimensions (num_embeddings, row_bytes), got shape ", shape_text(packed));
+  const bool wide = indices.scalar_type() == ScalarType::Long;
+  HALFBYTE_CHECK(wide || indices.scalar_type() == ScalarType::Int, op, "indices must be int64 or int32, got ",
+                 dtype_name(indices.scalar_type()));
+  const DType out_dtype = checked_dtype(op, "dtype", dtype);
+  const Tensor ids = torch::stable::contiguous(indices);
+  const Tensor rows = torch::stable::contiguous(packed);
+  std::vector<int64_t> sizes(indices.sizes().begin(), indices.sizes().end());
+  sizes.push_back(embedding_dim);
+  Tensor output = torch::stable::new_empty(rows, sizes, dtype);
+  const int64_t count = ids.numel(), num_embeddings = packed.size(0);
+  const void* id_data = ids.const_data_ptr();
+  const auto id_at = [&](int64_t i) {
+    return wide ? static_cast<const int64_t*>(id_data)[i] : int64_t(static_cast<const int32_t*>(id_data)[i]);
+  };
+  for (int64_t i = 0; i < count; ++i) {
+    if (id_at(i) < 0 || id_at(i) >= num_embeddings) [[unlikely]]
+      throw std::out_of_range("halfbyte::embedding: indices must be from 0 to " + std::to_string(num_embeddings - 1) +
+                              ", got " + std::to_string(id_at(i)));
+  }
+  const auto* source = rows.const_data_ptr<uint8_t>();
+  auto* target = static_cast<char*>(output.mutable_data_ptr());
+  const int64_t output_row = embedding_dim * int64_t(output.element_size());
+  const Kernels& table = kernels();
+  parallel_rows(count, 1 + (int64_t(1) << 15) / embedding_dim, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i)
+      table.dequantize_rows(source + id_at(i) * layout.row_bytes, 1, layout, out_dtype, target + i * output_row, false);
+  });
+  return output;
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) { m.impl("embedding", TORCH_BOX(&halfbyte::cpu::embedding)); }

@@ -1,0 +1,80 @@
+#include "isa.h"
+
+#include <cstdlib>
+#include <stdexcept>
+#include <string>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+// One exported function per isa_<name>.cpp; HALFBYTE_HAVE_ISA_* is set by the build for each file it compiled.
+extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_scalar();
+#if defined(HALFBYTE_HAVE_ISA_AVX2)
+extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2();
+#endif
+#if defined(HALFBYTE_HAVE_ISA_AVX512)
+extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512();
+#endif
+
+namespace halfbyte::cpu {
+namespace {
+
+struct Candidate {
+  const char* name;
+  bool (*supported)();
+  const Kernels* (*table)();
+};
+
+#if defined(HALFBYTE_HAVE_ISA_AVX2)
+bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+#endif
+#if defined(HALFBYTE_HAVE_ISA_AVX512)
+// Ice Lake and Zen 4 onward, with bf16: exactly the flags isa_avx512.cpp is compiled with.
+bool has_avx512() {
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
+         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
+         __builtin_cpu_supports("avx512bf16");
+}
+#endif
+
+// Best first.
+const Candidate kCandidates[] = {
+#if defined(HALFBYTE_HAVE_ISA_AVX512)
+    {"avx512", has_avx512, halfbyte_kernels_avx512},
+#endif
+#if defined(HALFBYTE_HAVE_ISA_AVX2)
+    {"avx2", has_avx2, halfbyte_kernels_avx2},
+#endif
+    {"scalar", [] { return true; }, halfbyte_kernels_scalar},
+};
+
+const Kernels* choose() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#endif
+  const char* forced = std::getenv("HALFBYTE_CPU_ISA");
+  const std::string wanted = forced ? forced : "";
+  std::string known;
+  for (const Candidate& candidate : kCandidates) {
+    if (wanted.empty() ? candidate.supported() : wanted == candidate.name) {
+      if (!candidate.supported())
+        throw std::invalid_argument("HALFBYTE_CPU_ISA=" + wanted + ": this CPU does not have it");
+      return candidate.table();
+    }
+    known += (known.empty() ? "" : ", ") + std::string(candidate.name);
+  }
+  throw std::invalid_argument("HALFBYTE_CPU_ISA=" + wanted + ": unknown, this build has " + known);
+}
+
+}  // namespace
+
+const Kernels& kernels() {
+  static const Kernels* const table = choose();
+  return *table;
+}
+
+}  // namespace halfbyte::cpu

@@ -1,0 +1,7 @@
+// The kernels compiled for avx2. Nothing here may include STL or torch headers: the linker would be free to keep this
+// file's copy of an inline function for CPUs that cannot run it.
+#include "simd/avx2.h"
+
+#include "kernel_table.h"
+
+extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2() { return halfbyte::cpu::kernel_table("avx2"); }

@@ -1,0 +1,7 @@
+// The kernels compiled for scalar. Nothing here may include STL or torch headers: the linker would be free to keep this
+// file's copy of an inline function for CPUs that cannot run it.
+#include "simd/scalar.h"
+
+#include "kernel_table.h"
+
+extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_scalar() { return halfbyte::cpu::kernel_table("scalar"); }

@@ -1,0 +1,20 @@
+// Included once per ISA file, after simd/<isa>.h: collects the kernels of this ISA into one table.
+#pragma once
+
+#include "dequantize_kernel.h"
+#include "kernels.h"
+#include "quantize_kernel.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+const Kernels* kernel_table(const char* isa) {
+  static Kernels table;
+  table.isa = isa;
+  table.quantize_rows = quantize_rows;
+  table.dequantize_rows = dequantize_rows;
+  return &table;
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu

@@ -1,0 +1,25 @@
+// The table of CPU kernels: raw pointers only, no torch. One table per ISA, chosen once (isa.h).
+// Every function works on the rows it is given; the fronts split rows over threads.
+#pragma once
+
+#include <cstdint>
+
+#include "../formats.h"
+
+namespace halfbyte::cpu {
+
+struct Kernels {
+  const char* isa;
+
+  // input (rows, K) of `dtype` -> packed (rows, row_bytes). scales (rows, num_blocks) float32 replaces the computed
+  // absmax unless null.
+  void (*quantize_rows)(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
+                        uint8_t* packed);
+
+  // packed (rows, row_bytes) -> output (rows, K) of `dtype`. `stream`: the output will not be read soon, so it may
+  // bypass the caches.
+  void (*dequantize_rows)(const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype, void* output,
+                          bool stream);
+};
+
+}  // namespace halfbyte::cpu
