@@ -1,0 +1,25 @@
+"""Native low-bit training for PyTorch: a quantized weight is one matrix of bytes."""
+
+from halfbyte import memory, nn, ops
+from halfbyte.errors import QuantizationError
+from halfbyte.formats import Format
+from halfbyte.memory.report import Report, report, verify
+from halfbyte.nn.convert import quantize_model
+from halfbyte.nn.init import init_quantized
+from halfbyte.ops.dequantize import dequantize
+from halfbyte.ops.quantize import quantize
+
+__all__ = [
+    "Format",
+    "QuantizationError",
+    "Report",
+    "dequantize",
+    "init_quantized",
+    "memory",
+    "nn",
+    "ops",
+    "quantize",
+    "quantize_model",
+    "report",
+    "verify",
+]

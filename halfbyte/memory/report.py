@@ -1,0 +1,204 @@
+"""report and verify: what is packed, what is dense and why, and whether the packed rows are sound."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.errors import QuantizationError
+from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.skip import dense_reason
+
+
+@dataclass(frozen=True)
+class ReportRow:
+    """One module (or the rest of the model) in a `Report`.
+
+    Attributes:
+        name: dotted name of the module; "(everything else)" for the last row.
+        format: its format's string, or None if it is dense.
+        bytes: bytes of its parameters and buffers.
+        dense_bytes: bytes they would take with a dense weight in the dtype the module was built with.
+        reason: why it stayed dense, or None.
+        error: relative error of the weight, ||W - dequantized|| / ||W||, if a reference was given to `verify`.
+    """
+
+    name: str
+    format: str | None
+    bytes: int
+    dense_bytes: int
+    reason: str | None = None
+    error: float | None = None
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a model is made of; `str()` is an aligned table in which layers that differ only in numbers share a line.
+
+    Attributes:
+        rows: a `ReportRow` per packed module and per dense linear or embedding, and one for everything else.
+    """
+
+    rows: tuple[ReportRow, ...] = field(default=())
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all parameters and buffers, tied ones counted once."""
+        return sum(row.bytes for row in self.rows)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes the model would take with dense weights."""
+        return sum(row.dense_bytes for row in self.rows)
+
+    @property
+    def quantized(self) -> tuple[str, ...]:
+        """Names of the packed modules."""
+        return tuple(row.name for row in self.rows if row.format)
+
+    @property
+    def skipped(self) -> tuple[str, ...]:
+        """Names of the modules that stayed dense for a recorded reason."""
+        return tuple(row.name for row in self.rows if row.reason)
+
+    def __str__(self) -> str:
+        groups: dict[tuple[str, str, str], list[ReportRow]] = {}
+        for row in self.rows:
+            key = (re.sub(r"\b\d+\b", "*", row.name), row.format or "dense", row.reason or "")
+            groups.setdefault(key, []).append(row)
+        table = [("module", "count", "format", "MB", "dense MB", "error", "why dense")]
+        for (name, format, reason), rows in groups.items():
+            errors = [row.error for row in rows if row.error is not None]
+            size, dense = sum(r.bytes for r in rows), sum(r.dense_bytes for r in rows)
+            error = f"{max(errors):.4f}" if errors else ""
+            table.append((name, str(len(rows)), format, f"{size / 1e6:.2f}", f"{dense / 1e6:.2f}", error, reason))
+        ratio = f"{self.dense_bytes / self.bytes:.2f}x smaller" if self.bytes else ""
+        table.append(("total", "", "", f"{self.bytes / 1e6:.2f}", f"{self.dense_bytes / 1e6:.2f}", "", ratio))
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+        numeric = (1, 3, 4, 5)
+        lines = [
+            "  ".join(
+                cell.rjust(widths[i]) if i in numeric else cell.ljust(widths[i]) for i, cell in enumerate(line)
+            ).rstrip()
+            for line in table
+        ]
+        rule = "-" * max(map(len, lines))
+        return "\n".join([lines[0], rule, *lines[1:-1], rule, lines[-1]])
+
+
+def report(model: nn.Module) -> Report:
+    """Lists what is packed, what is dense and why, and the bytes of both.
+
+    Args:
+        model: any module, quantized or not.
+
+    Returns:
+        A `Report`.
+
+    Example:
+        >>> import torch, halfbyte
+        >>> model = torch.nn.Sequential(torch.nn.Linear(1024, 1024, bias=False))
+        >>> halfbyte.quantize_model(model).bytes
+        589824
+    """
+    seen: set[int] = set()
+
+    def size_of(module: nn.Module) -> int:
+        total = 0
+        for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                total += tensor.numel() * tensor.element_size()
+        return total
+
+    rows, rest = [], 0
+    for name, module in model.named_modules():
+        size = size_of(module)
+        if isinstance(module, PackedRows):
+            dense_weight = module.weight_shape[0] * module.weight_shape[1] * module.dense_dtype.itemsize
+            packed_weight = module.weight.numel() * module.weight.element_size()
+            dense = size - packed_weight + dense_weight
+            rows.append(ReportRow(name, str(module.format), size, dense))
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            rows.append(ReportRow(name, None, size, size, dense_reason(module)))
+        else:
+            rest += size
+    if rest or not rows:
+        rows.append(ReportRow("(everything else)", None, rest, rest))
+    return Report(tuple(rows))
+
+
+def verify(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None = None) -> Report:
+    """Checks that a model is quantized as asked and that its rows are sound.
+
+    Args:
+        model: a quantized model.
+        reference: the dense model, or its state dict, to compare the weights with; names must be the same.
+
+    Returns:
+        The `Report`; with `reference` the packed rows carry `.error`, worst first.
+
+    Raises:
+        QuantizationError: no packed module at all; a frozen `nn.Linear` without a recorded reason to be dense; rows of the
+            wrong dtype or size; scales that are NaN or Inf; a layer that `reference` lacks. `.names` lists the modules.
+    """
+    problems: dict[str, str] = {}
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedRows)}
+    if not packed:
+        from halfbyte.nn.convert import nothing_quantized
+
+        raise nothing_quantized(model, "verify")
+    for name, module in model.named_modules():
+        if isinstance(module, PackedRows):
+            problem = _unsound(module)
+            if problem:
+                problems[name] = problem
+        elif type(module) is nn.Linear and not module.weight.requires_grad and not dense_reason(module):
+            problems[name] = "asked for but dense: a frozen nn.Linear in a quantized model"
+    if problems:
+        listed = "; ".join(f"{name}: {problem}" for name, problem in list(problems.items())[:5])
+        raise QuantizationError(f"verify: {len(problems)} modules are not sound: {listed}", names=problems)
+    found = report(model)
+    if reference is None:
+        return found
+    dense = reference.state_dict() if isinstance(reference, nn.Module) else reference
+    missing = [name for name in packed if _weight_key(name) not in dense]
+    if missing:
+        raise QuantizationError(f"verify: reference has no weight for {', '.join(missing[:5])}", names=missing)
+    rows = []
+    for row in found.rows:
+        error = _relative_error(packed[row.name], dense[_weight_key(row.name)]) if row.format else None
+        rows.append(ReportRow(row.name, row.format, row.bytes, row.dense_bytes, row.reason, error))
+    return Report(tuple(sorted(rows, key=lambda row: -1.0 if row.error is None else row.error, reverse=True)))
+
+
+def _weight_key(name: str) -> str:
+    return f"{name}.weight" if name else "weight"
+
+
+def _unsound(module: PackedRows) -> str | None:
+    rows, columns = module.weight_shape
+    packed = module.packed
+    expected = (rows, module.format.row_bytes(columns))
+    if packed.dtype != torch.uint8 or tuple(packed.shape) != expected:
+        return f"rows must be uint8 {expected} for {module.format}, got {packed.dtype} {tuple(packed.shape)}"
+    if packed.is_meta:
+        return "the rows are on meta: nothing was loaded"
+    # One element per scale is enough: a bad scale makes all of its block NaN or Inf.
+    values = module.dequantize(torch.float32)
+    step = module.format.block_size or columns
+    if not bool(torch.isfinite(values[:, ::step]).all()):
+        bad = int((~torch.isfinite(values[:, ::step])).any(1).sum())
+        return f"{bad} of {rows} rows have scales that are NaN or Inf"
+    return None
+
+
+def _relative_error(module: PackedRows, dense: Tensor) -> float:
+    reference = dense.detach().to(module.packed.device, torch.float32)
+    difference = module.dequantize(torch.float32) - reference
+    norm = float(reference.norm())
+    return float(difference.norm()) / norm if norm else float(difference.norm())

@@ -1,0 +1,97 @@
+"""quantize_model: an existing dense model, layer by layer, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from halfbyte.errors import QuantizationError
+from halfbyte.formats import Format
+from halfbyte.memory.report import Report, report
+from halfbyte.nn.embedding import quantize_embedding_
+from halfbyte.nn.linear import quantize_linear_
+from halfbyte.nn.packed import PackedRows, as_dtype
+from halfbyte.nn.skip import SkipRules, mark_dense
+
+
+def quantize_model(
+    model: nn.Module,
+    format: str | Format = "nf4",
+    *,
+    skip: Iterable[str] | None = None,
+    compute_dtype: torch.dtype | str | None = None,
+    embedding_format: str | Format | None = None,
+    progress: bool = False,
+) -> Report:
+    """Quantizes the linear layers of a model where they stand; each dense weight is released before the next layer.
+
+    Modules keep their identity (hooks, references, names); their class becomes `QuantLinear`. Layers that are quantized
+    already stay as they are, so calling it twice changes nothing.
+
+    Args:
+        model: any module, also a single `nn.Linear`; on meta only shapes change.
+        format: a `Format` or its name, for the linear layers.
+        skip: names that stay dense, as dotted runs ("lm_head", "layers.1"); None: the output embedding. Tied modules,
+            subclasses of `nn.Linear`, `_keep_in_fp32_modules` and layers whose owner reads the weight directly always do.
+        compute_dtype: see `QuantLinear`.
+        embedding_format: a format for `nn.Embedding` tables that are not tied; None leaves them dense.
+        progress: show a progress bar (needs tqdm).
+
+    Returns:
+        The `Report` of the model: what is packed, what stayed dense and why.
+
+    Raises:
+        QuantizationError: nothing in the model could be quantized; the text lists the reasons.
+        ValueError: unknown format or compute dtype.
+        TypeError: `skip` is a plain string.
+
+    Example:
+        >>> import torch, halfbyte
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.ReLU(), torch.nn.Linear(128, 10))
+        >>> halfbyte.quantize_model(model, skip=("2",)).quantized
+        ('0',)
+    """
+    fmt = Format.parse(format)
+    table_format = None if embedding_format is None else Format.parse(embedding_format)
+    dtype = as_dtype("compute_dtype", compute_dtype)
+    reasons = SkipRules(skip).of_model(model)
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    for name, module in _with_progress(layers, progress):
+        if isinstance(module, PackedRows):
+            continue
+        if module in reasons:
+            if isinstance(module, nn.Linear) or table_format is not None:
+                mark_dense(module, reasons[module])
+        elif isinstance(module, nn.Linear):
+            quantize_linear_(module, fmt, dtype)
+        elif table_format is not None and module.max_norm is None:
+            quantize_embedding_(module, table_format, dtype)
+        elif table_format is not None:
+            mark_dense(module, "max_norm rewrites its rows during forward")
+    if not any(isinstance(m, PackedRows) for m in model.modules()):
+        raise nothing_quantized(model, "quantize_model")
+    return report(model)
+
+
+def nothing_quantized(model: nn.Module, caller: str) -> QuantizationError:
+    """The error for a model that was to be quantized and has no packed module at all."""
+    rows = [row for row in report(model).rows if row.reason]
+    listed = "; ".join(f"{row.name}: {row.reason}" for row in rows[:5]) or "it has no nn.Linear"
+    more = f" (and {len(rows) - 5} more)" if len(rows) > 5 else ""
+    return QuantizationError(f"{caller}: nothing was quantized: {listed}{more}", names=[row.name for row in rows])
+
+
+def _with_progress(layers: list[tuple[str, Any]], progress: bool) -> Iterator[tuple[str, Any]]:
+    if not progress:
+        yield from layers
+        return
+    try:
+        from tqdm.auto import tqdm
+    except ImportError as error:
+        raise ImportError("quantize_model: progress=True needs tqdm; pip install tqdm") from error
+    yield from tqdm(layers, desc="quantizing", unit="layer")
+
+

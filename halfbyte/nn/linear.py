@@ -1,0 +1,191 @@
+"""QuantLinear: an `nn.Linear` whose weight is packed rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.formats import Format
+from halfbyte.nn.packed import PackedRows, as_dtype
+from halfbyte.ops.linear import linear_by_id
+from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
+
+
+class QuantLinear(PackedRows, nn.Linear):
+    r"""Computes :math:`y = x W^T + b` with W quantized: frozen, packed, decoded while it is multiplied.
+
+    It is an `nn.Linear`, so whatever looks for linear layers (PEFT, FSDP policies, `named_modules` filters) finds it.
+
+    Args:
+        in_features: K, size of each input row.
+        out_features: N, size of each output row.
+        bias: whether to add a bias, which stays dense and keeps its own dtype.
+        format: a `Format` or its name.
+        compute_dtype: dtype (or its name) that inputs and the bias are cast to, and that the output has. None: the
+            autocast dtype where autocast is active, else the input's dtype.
+        device: where to put the parameters; on "meta" nothing is computed.
+        dtype: dtype of the bias and of the dense weight this stands for; None: torch's default dtype.
+
+    Attributes:
+        weight: packed rows, shape (N, row_bytes) uint8, `requires_grad=False`.
+        bias: shape (N,) of `dtype`, or None.
+        format: the `Format` of the rows.
+
+    Raises:
+        ValueError: unknown format or compute dtype.
+        TypeError: `compute_dtype` is not a dtype, or forward was given integers or an unsupported dtype.
+
+    Example:
+        >>> import torch, halfbyte
+        >>> layer = halfbyte.nn.QuantLinear(576, 1536, format="nf4")
+        >>> layer(torch.zeros(2, 576)).shape, layer.weight.shape
+        (torch.Size([2, 1536]), torch.Size([1536, 336]))
+
+    Source:
+        QLoRA, Dettmers et al. 2023, arXiv:2305.14314.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        format: str | Format = "nf4",
+        compute_dtype: torch.dtype | str | None = None,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = in_features, out_features
+        self._init_packed(format, compute_dtype, dtype, device)
+        if bias:
+            self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """(out_features, in_features)."""
+        return self.out_features, self.in_features
+
+    def reset_parameters(self) -> None:
+        """Draws the weights `nn.Linear` would draw and quantizes them; on meta there is nothing to do."""
+        if self.weight.is_meta:
+            return
+        dense = nn.Linear.__new__(nn.Linear)  # __init__ would draw before it is asked to
+        nn.Module.__init__(dense)
+        dense.in_features, dense.out_features = self.in_features, self.out_features
+        dense.weight = nn.Parameter(torch.empty(self.weight_shape, device=self.weight.device, dtype=self.dense_dtype))
+        dense.bias = self.bias
+        nn.Linear.reset_parameters(dense)
+        self.quantize_(dense.weight)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Applies the layer.
+
+        Args:
+            input: shape (..., in_features), float32, bfloat16 or float16.
+
+        Returns:
+            Shape (..., out_features) in the compute dtype.
+
+        Raises:
+            TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
+        """
+        device_type = input.device.type
+        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+        dtype = self.compute_dtype or autocast or input.dtype
+        if not input.is_floating_point() or dtype not in FLOAT_DTYPES:
+            raise TypeError(
+                f"QuantLinear: input must be float32, bfloat16 or float16 (or compute_dtype be set), got {describe(input)}"
+            )
+        bias = self.bias
+        if input.dtype != dtype:
+            input = input.to(dtype)
+        if bias is not None and bias.dtype != dtype:
+            bias = bias.to(dtype)
+        format = self.format
+        if autocast is not None and autocast != dtype:  # an explicit compute_dtype wins over autocast
+            with torch.autocast(device_type, enabled=False):
+                return linear_by_id(input, self.packed, bias, format.id, format.block_size, self.in_features)
+        return linear_by_id(input, self.packed, bias, format.id, format.block_size, self.in_features)
+
+    @property
+    def W_q(self) -> Tensor:
+        """The packed rows under the name by which PEFT recognizes a weight that `dequantize()` decodes."""
+        return self.packed
+
+    @classmethod
+    def from_linear(
+        cls, linear: nn.Linear, format: str | Format = "nf4", *, compute_dtype: torch.dtype | str | None = None
+    ) -> QuantLinear:
+        """A quantized copy of a dense layer; the bias parameter is shared with it.
+
+        Args:
+            linear: the dense layer, weight (N, K) in float32, bfloat16 or float16; on meta nothing is computed.
+            format: a `Format` or its name.
+            compute_dtype: as for the class.
+
+        Raises:
+            TypeError: `linear` is not an `nn.Linear`, or is quantized already.
+        """
+        if not isinstance(linear, nn.Linear) or isinstance(linear, QuantLinear):
+            raise TypeError(f"QuantLinear.from_linear: linear must be a dense nn.Linear, got {type(linear).__name__}")
+        copy = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta").train(linear.training)
+        copy._parameters.update(weight=linear.weight, bias=linear.bias)
+        return quantize_linear_(copy, Format.parse(format), as_dtype("compute_dtype", compute_dtype))
+
+    def extra_repr(self) -> str:
+        """Sizes, bias, format and compute dtype."""
+        compute = f", compute_dtype={self.compute_dtype}" if self.compute_dtype else ""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={self.format}{compute}"
+        )
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # `head.weight = embedding.weight` is how models tie: the module then simply is dense.
+        if (
+            name == "weight"
+            and isinstance(value, nn.Parameter)
+            and value.is_floating_point()
+            and tuple(value.shape) == self.weight_shape
+        ):
+            dequantize_linear_(self, value)
+            return
+        super().__setattr__(name, value)
+
+
+def quantize_linear_(linear: nn.Linear, format: Format, compute_dtype: torch.dtype | None) -> QuantLinear:
+    """Turns a dense layer into a QuantLinear where it stands: hooks, names and references to the module stay valid.
+
+    The dense weight is released as soon as its rows exist. Its `_is_hf_initialized` mark (set by transformers' loader)
+    is handed on.
+    """
+    weight = linear.weight
+    shape = (linear.out_features, format.row_bytes(linear.in_features))
+    if weight.is_meta:
+        packed = torch.empty(shape, dtype=torch.uint8, device="meta")
+    else:
+        packed = quantize(weight.detach(), format)
+    linear._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+    if getattr(weight, "_is_hf_initialized", False):
+        linear.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+    linear.__class__ = QuantLinear
+    assert isinstance(linear, QuantLinear)
+    linear.format, linear.compute_dtype, linear.dense_dtype = format, compute_dtype, weight.dtype
+    return linear
+
+
+def dequantize_linear_(linear: QuantLinear, weight: nn.Parameter) -> nn.Linear:
+    """The inverse of `quantize_linear_`: the module becomes a dense `nn.Linear` with the given weight (N, K)."""
+    for name in ("format", "compute_dtype", "dense_dtype"):
+        linear.__dict__.pop(name, None)
+    linear.__class__ = nn.Linear  # type: ignore[assignment]
+    dense: nn.Linear = linear
+    dense._parameters["weight"] = weight
+    return dense

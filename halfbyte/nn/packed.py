@@ -1,0 +1,152 @@
+"""What every module with packed rows shares: the parameter, its state dict, loading dense or packed tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.formats import Format
+from halfbyte.ops.dequantize import dequantize
+from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, quantize
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def as_dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype | None:
+    """A compute dtype given as a dtype or its name; None stays None. Raises TypeError or ValueError naming `argument`."""
+    if isinstance(value, str):
+        if value not in _DTYPES:
+            raise ValueError(f"{argument} must be one of {', '.join(_DTYPES)}, got {value!r}")
+        return _DTYPES[value]
+    if value is not None and value not in FLOAT_DTYPES:
+        raise TypeError(f"{argument} must be {FLOAT_NAMES} or None, got {value!r}")
+    return value
+
+
+class PackedRows(nn.Module):
+    """Mixin of modules whose `weight` is a packed matrix: (rows, row_bytes) uint8, `weight_shape` = (rows, K) dense.
+
+    The layout is one plain uint8 parameter under the key `weight`, so that sharding, broadcasting, `deepcopy`, `.to()`
+    and every checkpoint format treat it like any other tensor. Subclasses define `weight_shape`.
+    """
+
+    format: Format
+    compute_dtype: torch.dtype | None
+    dense_dtype: torch.dtype
+    weight: nn.Parameter
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        """(rows, K) of the dense weight."""
+        raise NotImplementedError
+
+    @property
+    def packed(self) -> Tensor:
+        """The packed rows, shape (rows, row_bytes) uint8."""
+        return self.weight
+
+    def _init_packed(
+        self, format: str | Format, compute_dtype: torch.dtype | str | None, dtype: torch.dtype | None, device: Any
+    ) -> None:
+        self.format = Format.parse(format)
+        self.compute_dtype = as_dtype("compute_dtype", compute_dtype)
+        self.dense_dtype = dtype or torch.get_default_dtype()
+        rows, columns = self.weight_shape
+        size = (rows, self.format.row_bytes(columns))
+        self.weight = nn.Parameter(torch.empty(size, dtype=torch.uint8, device=device), requires_grad=False)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The dense weight these rows stand for.
+
+        Args:
+            dtype: float32, bfloat16 or float16; None means the compute dtype, or else the dtype the module was built with.
+
+        Returns:
+            Shape (rows, K).
+        """
+        dtype = dtype or self.compute_dtype or self.dense_dtype
+        return dequantize(self.packed, self.format, self.weight_shape[1], dtype)
+
+    @torch.no_grad()
+    def quantize_(self, dense_weight: Tensor) -> None:
+        """Replaces the packed rows by the quantization of a dense weight, in place.
+
+        Args:
+            dense_weight: shape (rows, K), float32, bfloat16 or float16.
+
+        Raises:
+            TypeError: not a float tensor.
+            ValueError: another shape.
+        """
+        if not isinstance(dense_weight, Tensor) or dense_weight.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"quantize_: dense_weight must be a {FLOAT_NAMES} tensor, got {describe(dense_weight)}")
+        if tuple(dense_weight.shape) != self.weight_shape:
+            raise ValueError(
+                f"quantize_: dense_weight must have shape {self.weight_shape}, got {tuple(dense_weight.shape)}"
+            )
+        packed = quantize(dense_weight, self.format)
+        if self.weight.is_meta:
+            self.weight = nn.Parameter(packed, requires_grad=False)
+        else:
+            self.packed.copy_(packed)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # Rows of nf4 and fp4 (int8 and fp8) of one K look alike: what they are travels in the metadata, which survives
+        # torch.save and torch.load(weights_only=True).
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            entry = metadata.setdefault(prefix[:-1], {})
+            entry.update(format=str(self.format), in_features=self.weight_shape[1])
+
+    def _load_from_state_dict(  # noqa: PLR0913 - torch's signature
+        self,
+        state_dict: Any,
+        prefix: str,
+        local_metadata: Any,
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        key = prefix + "weight"
+        value = state_dict.get(key)
+        if value is not None:
+            problem = self._cannot_load(value, local_metadata)
+            if problem:
+                error_msgs.append(f"{key}: {problem}")
+                return
+            if value.dtype != torch.uint8:  # a dense checkpoint: quantize on the way in
+                state_dict = dict(state_dict)
+                state_dict[key] = quantize(value.detach(), self.format).to(
+                    value.device if local_metadata.get("assign_to_params_buffers") else self.weight.device
+                )
+        super()._load_from_state_dict(
+            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+        )
+
+    def _cannot_load(self, value: Tensor, local_metadata: dict[str, Any]) -> str | None:
+        """Why `value` can't become this module's rows, or None."""
+        rows, columns = self.weight_shape
+        if value.dtype != torch.uint8:
+            if value.dtype not in FLOAT_DTYPES:
+                return f"expected packed uint8 rows or a dense {FLOAT_NAMES} weight, got {describe(value)}"
+            if tuple(value.shape) != (rows, columns):
+                return f"a dense weight must have shape {(rows, columns)}, got {tuple(value.shape)}"
+            return None
+        saved = local_metadata.get("format", str(self.format))
+        if saved != str(self.format):
+            return (
+                f"the checkpoint holds {saved} rows, the module is {self.format}; "
+                f"build it with format={saved!r}, or dequantize the checkpoint first"
+            )
+        in_features = local_metadata.get("in_features", columns)
+        expected = (rows, self.format.row_bytes(columns))
+        if in_features != columns or tuple(value.shape) != expected:
+            return (
+                f"packed {self.format} rows for in_features={columns} must have shape {expected}, got "
+                f"{tuple(value.shape)} for in_features={in_features}; were they quantized with another format?"
+            )
+        return None

@@ -1,0 +1,94 @@
+"""What `init_quantized` contexts are active on this thread: shared by construction, initializers and host bridges."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats import Format
+from halfbyte.nn.linear import QuantLinear
+from halfbyte.nn.packed import as_dtype
+from halfbyte.nn.skip import SkipRules
+
+__all__ = ["InitSettings", "active_settings", "hosts", "on_dense", "owner_of", "paused", "register_host", "stack"]
+
+
+class InitSettings:
+    """What one `init_quantized` context was asked for; hosts read it (`format`, `skip`, `compute_dtype`)."""
+
+    def __init__(self, format: str | Format, skip: Iterable[str] | None, compute_dtype: torch.dtype | str | None) -> None:
+        self.format = Format.parse(format)
+        self.skip = None if skip is None else SkipRules(skip).patterns
+        self.compute_dtype = as_dtype("compute_dtype", compute_dtype)
+        self.rules = SkipRules(skip)
+        self.born: weakref.WeakSet[QuantLinear] = weakref.WeakSet()
+        self.built = 0  # quantized layers that were not turned back, also those a host built for us
+        self.hosts = ExitStack()
+
+
+class _ThreadState(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[InitSettings] = []
+        self.pauses = 0
+
+
+_thread = _ThreadState()
+_Host = Callable[[InitSettings], AbstractContextManager[None]]
+hosts: list[_Host] = []
+
+
+def active_settings() -> InitSettings | None:
+    """Settings of the innermost context of this thread, or None outside one or while it is paused."""
+    return _thread.stack[-1] if _thread.stack and not _thread.pauses else None
+
+
+@contextmanager
+def paused() -> Iterator[None]:
+    """Suspends the context on this thread: for hosts that build adapters, or load a model with their own quantizer."""
+    _thread.pauses += 1
+    try:
+        yield
+    finally:
+        _thread.pauses -= 1
+
+
+def register_host(host: _Host) -> None:
+    """Adds a context manager that every `init_quantized` context enters, given its settings.
+
+    Called by the bridge to a host library when it is imported; contexts that are already active on this thread enter it
+    at once, so a host imported inside the context is served as well.
+    """
+    hosts.append(host)
+    for settings in _thread.stack:
+        settings.hosts.enter_context(host(settings))
+
+
+def stack() -> list[InitSettings]:
+    """The contexts of this thread, outermost first."""
+    return _thread.stack
+
+
+def owner_of(tensor: Any) -> QuantLinear | None:
+    """The layer born in an active context of this thread whose packed rows `tensor` is or aliases, or None."""
+    if not isinstance(tensor, Tensor) or tensor.dtype != torch.uint8 or tensor.is_meta:
+        return None
+    pointer = tensor.untyped_storage().data_ptr()
+    for settings in _thread.stack:
+        for module in settings.born:
+            if type(module) is QuantLinear and module.weight.untyped_storage().data_ptr() == pointer:
+                return module
+    return None
+
+
+def on_dense(module: QuantLinear, initialize: Callable[[Tensor], Any]) -> None:
+    """Lets `initialize` fill a temporary dense weight (N, K) of the layer, then packs it."""
+    dense = module.dequantize(module.dense_dtype)
+    with torch.no_grad():
+        initialize(dense)
+    module.quantize_(dense)

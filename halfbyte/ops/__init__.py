@@ -1,0 +1,13 @@
+"""Typed wrappers of the dispatcher ops `torch.ops.halfbyte.*`, one file per op.
+
+A wrapper takes a `Format` where the dispatcher takes ids, raises TypeError for wrong types and dtypes, and carries the
+op's fake (shape) kernel, gradient and autocast rule. Values, shapes and sizes are checked in C++, where the raw ops can
+also be called directly.
+"""
+
+from halfbyte.ops.dequantize import dequantize
+from halfbyte.ops.embedding import embedding
+from halfbyte.ops.linear import linear, linear_backward_input
+from halfbyte.ops.quantize import quantize
+
+__all__ = ["dequantize", "embedding", "linear", "linear_backward_input", "quantize"]

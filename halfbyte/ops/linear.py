@@ -1,0 +1,164 @@
+"""linear: a dense input times packed rows, and the gradient of its input."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte._library import load_error, overload, register_autocast, register_fake
+from halfbyte.formats import Format
+from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
+
+_linear = overload("linear")
+_linear_backward_input = overload("linear_backward_input")
+
+
+def linear(input: Tensor, packed: Tensor, bias: Tensor | None, format: str | Format, in_features: int) -> Tensor:
+    r"""Computes :math:`y = x W^T + b` with the rows of W packed; differentiable in `input` and `bias`.
+
+    Only `packed` is saved for backward, and no dense weight outlives the call.
+
+    Args:
+        input: shape (..., K), float32, bfloat16 or float16.
+        packed: shape (N, row_bytes) uint8, frozen.
+        bias: shape (N,), input's dtype, or None.
+        format: the format of `packed`.
+        in_features: K.
+
+    Returns:
+        Shape (..., N), input's dtype; accumulated in float32.
+
+    Raises:
+        TypeError: `input` is not a float tensor of the three dtypes.
+        ValueError: sizes, dtypes or devices do not fit together; the text names the argument, the rule and the value.
+
+    Note:
+        Under autocast the input and the bias are cast to the autocast dtype, as for `torch.nn.functional.linear`.
+    """
+    fmt = Format.parse(format)
+    if not isinstance(input, Tensor) or input.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"halfbyte.linear: input must be a {FLOAT_NAMES} tensor, got {describe(input)}")
+    return linear_by_id(input, packed, bias, fmt.id, fmt.block_size, in_features)
+
+
+def linear_by_id(
+    input: Tensor, packed: Tensor, bias: Tensor | None, format: int, block_size: int, in_features: int
+) -> Tensor:
+    """`linear` on dispatcher ids, without the checks of the public wrapper: what `QuantLinear.forward` calls.
+
+    Eager calls bypass the registered autograd formula: `Function.apply` costs a third of it per call, and nothing at all
+    when no gradient is needed. Compiled graphs trace the registered formula.
+    """
+    if torch.compiler.is_compiling():
+        return _linear(input, packed, bias, format, block_size, in_features)
+    if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+        return _Linear.apply(input, packed, bias, format, block_size, in_features)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _linear(input, packed, bias, format, block_size, in_features)
+
+
+def linear_backward_input(grad_output: Tensor, packed: Tensor, format: str | Format, in_features: int) -> Tensor:
+    r"""Computes :math:`\partial L / \partial x = g W` with the rows of W packed; differentiable in `grad_output`.
+
+    Args:
+        grad_output: shape (..., N), float32, bfloat16 or float16.
+        packed: shape (N, row_bytes) uint8.
+        format: the format of `packed`.
+        in_features: K.
+
+    Returns:
+        Shape (..., K), grad_output's dtype; accumulated in float32.
+
+    Raises:
+        TypeError: `grad_output` is not a float tensor of the three dtypes.
+        ValueError: sizes, dtypes or devices do not fit together.
+    """
+    fmt = Format.parse(format)
+    if not isinstance(grad_output, Tensor) or grad_output.dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"halfbyte.linear_backward_input: grad_output must be a {FLOAT_NAMES} tensor, got {describe(grad_output)}"
+        )
+    return _backward_by_id(grad_output, packed, fmt.id, fmt.block_size, in_features)
+
+
+def _backward_by_id(grad_output: Tensor, packed: Tensor, format: int, block_size: int, in_features: int) -> Tensor:
+    if torch.compiler.is_compiling():
+        return _linear_backward_input(grad_output, packed, format, block_size, in_features)
+    if torch.is_grad_enabled() and grad_output.requires_grad:
+        return _LinearBackwardInput.apply(grad_output, packed, format, block_size, in_features)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _linear_backward_input(grad_output, packed, format, block_size, in_features)
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _linear(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, packed, bias, *ctx.sizes = inputs
+        ctx.save_for_backward(packed)
+        ctx.has_bias = bias is not None
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (packed,) = ctx.saved_tensors
+        grad_input = _backward_by_id(grad, packed, *ctx.sizes) if ctx.needs_input_grad[0] else None
+        grad_bias = None
+        if ctx.has_bias and ctx.needs_input_grad[2]:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        return grad_input, None, grad_bias, None, None, None
+
+
+class _LinearBackwardInput(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _linear_backward_input(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, packed, *ctx.sizes = inputs
+        ctx.save_for_backward(packed)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (packed,) = ctx.saved_tensors
+        return linear_by_id(grad, packed, None, *ctx.sizes), None, None, None, None
+
+
+@register_fake("linear")
+def _(input: Tensor, packed: Tensor, bias: Tensor | None, format: int, block_size: int, in_features: int) -> Tensor:
+    torch._check(
+        input.shape[-1] == in_features,
+        lambda: f"halfbyte::linear: input's last dimension must be in_features={in_features}, got {input.shape}",
+    )
+    return input.new_empty((*input.shape[:-1], packed.shape[0]))
+
+
+@register_fake("linear_backward_input")
+def _(grad_output: Tensor, packed: Tensor, format: int, block_size: int, in_features: int) -> Tensor:
+    return grad_output.new_empty((*grad_output.shape[:-1], in_features))
+
+
+def _autocast_linear(device_type: str) -> Callable[..., Tensor]:
+    def kernel(input: Tensor, packed: Tensor, bias: Tensor | None, *sizes: int) -> Tensor:
+        dtype = torch.get_autocast_dtype(device_type)
+        return _linear(input.to(dtype), packed, None if bias is None else bias.to(dtype), *sizes)
+
+    return kernel
+
+
+register_autocast("linear", _autocast_linear)
+if load_error is None:
+    torch.library.register_autograd("halfbyte::linear", _Linear.backward, setup_context=_Linear.setup_context)
+    torch.library.register_autograd(
+        "halfbyte::linear_backward_input",
+        _LinearBackwardInput.backward,
+        setup_context=_LinearBackwardInput.setup_context,
+    )

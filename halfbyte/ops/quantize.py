@@ -1,0 +1,75 @@
+"""quantize: float rows to packed rows."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from halfbyte._library import overload, register_fake
+from halfbyte.formats import Format
+
+_quantize = overload("quantize")
+_quantize_with_scales = overload("quantize_with_scales")
+
+
+def quantize(tensor: Tensor, format: str | Format = "nf4", *, scales: Tensor | None = None) -> Tensor:
+    """Packs the rows of `tensor` into self-contained byte rows.
+
+    Every row becomes its codes, its scales and zero padding to 16 bytes (docs/formats.md). The result is the same bytes
+    on every device and instruction set.
+
+    Args:
+        tensor: shape (..., N, K), float32, bfloat16 or float16, at least 2 dimensions.
+        format: a `Format` or its name, such as "nf4", "nf4:32", "nf4-dq", "fp4", "int8", "fp8".
+        scales: absmax values to use instead of the computed ones, shape (..., N, num_blocks) float32, where num_blocks is
+            `Format.num_blocks(K)` (1 for int8 and fp8). Larger elements saturate. A negative or non-finite scale writes a
+            block that decodes to NaN.
+
+    Returns:
+        Packed rows, shape (..., N, row_bytes) uint8.
+
+    Raises:
+        TypeError: `tensor` or `scales` is not a tensor of an accepted dtype.
+        ValueError: unknown format, fewer than 2 dimensions, K = 0, or `scales` of another shape.
+
+    Note:
+        A NaN or Inf makes its block (int8, fp8, -dq: its row) decode to NaN; an all-zero block decodes to zeros.
+
+    Example:
+        >>> import torch, halfbyte
+        >>> halfbyte.quantize(torch.ones(2, 100)).shape
+        torch.Size([2, 64])
+
+    Source:
+        NormalFloat: Dettmers et al. 2023, arXiv:2305.14314.
+    """
+    fmt = Format.parse(format)
+    if not isinstance(tensor, Tensor) or tensor.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"halfbyte.quantize: tensor must be a {FLOAT_NAMES} tensor, got {describe(tensor)}")
+    if scales is None:
+        return _quantize(tensor, fmt.id, fmt.block_size)
+    if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
+        raise TypeError(f"halfbyte.quantize: scales must be a float32 tensor, got {describe(scales)}")
+    return _quantize_with_scales(tensor, scales, fmt.id, fmt.block_size)
+
+
+FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+FLOAT_NAMES = "float32, bfloat16 or float16"
+
+
+def describe(value: object) -> str:
+    """How an unsuitable argument is named in an error: its dtype if it is a tensor, else its type."""
+    return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
+
+
+@register_fake("quantize")
+def _(input: Tensor, format: int, block_size: int) -> Tensor:
+    torch._check(input.dim() >= 2, lambda: f"halfbyte::quantize: input must have at least 2 dimensions, got {input.shape}")
+    row_bytes = Format.from_id(format, block_size).row_bytes(input.shape[-1])
+    return input.new_empty((*input.shape[:-1], row_bytes), dtype=torch.uint8)
+
+
+@register_fake("quantize_with_scales")
+def _(input: Tensor, scales: Tensor, format: int, block_size: int) -> Tensor:
+    row_bytes = Format.from_id(format, block_size).row_bytes(input.shape[-1])
+    return input.new_empty((*input.shape[:-1], row_bytes), dtype=torch.uint8)
