@@ -1,4 +1,4 @@
-"""The one exception of our own: everything else is a built-in ValueError, TypeError, IndexError or NotImplementedError."""
+"""The one exception of our own; everything else raises ValueError, TypeError, IndexError or NotImplementedError."""
 
 from __future__ import annotations
 

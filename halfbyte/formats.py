@@ -1,14 +1,15 @@
 """Formats: what the bytes of a packed row mean. Names, codebooks and layout arithmetic, nothing else (no torch).
 
-A quantized weight of shape ``(N, K)`` is one uint8 matrix ``(N, row_bytes)``. Each row holds its codes, then its scales,
-then zeros up to a multiple of 16 bytes; ``docs/formats.md`` is the specification, bit by bit. A format is a codebook
-times a scale kind: a new one is a line in ``_CODEBOOKS`` (or in ``_SCALE_KINDS``) and a name at the end of ``FORMATS``.
+A quantized weight of shape ``(N, K)`` is one uint8 matrix ``(N, row_bytes)``. Each row holds its codes, then its
+scales, then zeros up to a multiple of 16 bytes; ``docs/formats.md`` is the specification, bit by bit. A format is a
+codebook times a scale kind: a new one is a line in ``_CODEBOOKS`` or ``_SCALE_KINDS`` and a name that ends ``FORMATS``.
 """
 
 from __future__ import annotations
 
 import itertools
 import struct
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,10 +40,19 @@ def _float32(value: float) -> float:
     return rounded
 
 
-def _midpoints(values: tuple[float, ...]) -> tuple[float, ...]:
-    # The sum of two such fp32 neighbours is exact in a Python float and halving is exact, so this is the one rounding
-    # of fp32 `(a + b) / 2`.
-    return tuple(_float32((low + high) / 2) for low, high in itertools.pairwise(values))
+def _float32_below(value: float) -> float:
+    """The largest fp32 that is not above a positive value."""
+    nearest = _float32(value)
+    if nearest <= value:
+        return nearest
+    (bits,) = struct.unpack("<I", struct.pack("<f", nearest))
+    below: float = struct.unpack("<f", struct.pack("<I", bits - 1))[0]
+    return below
+
+
+def _midpoints(values: Iterable[float]) -> list[float]:
+    # Neighbouring values of a codebook are so close in exponent that a Python float holds their midpoint exactly.
+    return [(low + high) / 2 for low, high in itertools.pairwise(values)]
 
 
 NF4_VALUES = (
@@ -65,8 +75,8 @@ NF4_VALUES = (
 )
 """Value of NF4 code 0..15, ascending, each exactly an fp32 (Dettmers et al. 2023, arXiv:2305.14314, appendix E)."""
 
-NF4_THRESHOLDS = _midpoints(NF4_VALUES)
-"""15 fp32 midpoints of neighbouring NF4 values; a code is the number of thresholds strictly below the element."""
+NF4_THRESHOLDS = tuple(_float32(midpoint) for midpoint in _midpoints(NF4_VALUES))
+"""15 midpoints of neighbouring NF4 values, rounded to fp32; a code is the number of them strictly below ``v``."""
 
 FP4_MAGNITUDES = tuple(_float32(twelfths / 12) for twelfths in (0, 0.0625, 8, 12, 4, 6, 2, 3))
 """Magnitude of FP4 code 0..7 as fp32, in code order (not ascending: that order is ``FP4_CODES``)."""
@@ -77,8 +87,12 @@ FP4_VALUES = FP4_MAGNITUDES + tuple(-magnitude for magnitude in FP4_MAGNITUDES)
 FP4_CODES = (0, 1, 6, 7, 4, 5, 2, 3)
 """FP4 magnitude codes in ascending order of magnitude."""
 
-FP4_THRESHOLDS = _midpoints(tuple(FP4_MAGNITUDES[code] for code in FP4_CODES))
-"""7 fp32 midpoints of neighbouring FP4 magnitudes; the number strictly below ``|v|`` indexes ``FP4_CODES``."""
+FP4_THRESHOLDS = tuple(_float32_below(midpoint) for midpoint in _midpoints(FP4_MAGNITUDES[code] for code in FP4_CODES))
+"""7 midpoints of neighbouring FP4 magnitudes; the number of them strictly below ``|v|`` indexes ``FP4_CODES``.
+
+Rounded down to fp32: an fp32 is then above the threshold exactly when the larger magnitude is the nearer one (five of
+the midpoints rounded to nearest lie above the exact ones and would give an element between the two the farther value).
+"""
 
 
 class _Codebook(NamedTuple):
@@ -157,7 +171,8 @@ class Format:
             raise ValueError(f"Format: codebook must be one of {', '.join(_CODEBOOKS)}; got {self.codebook!r}")
         if self.scales not in codebook.scale_kinds:
             raise ValueError(
-                f"Format: scales of {self.codebook} must be one of {', '.join(codebook.scale_kinds)}; got {self.scales!r}"
+                f"Format: scales of {self.codebook} must be one of {', '.join(codebook.scale_kinds)}; "
+                f"got {self.scales!r}"
             )
         if type(self.block_size) is not int:  # 64.0 == 64 would pass the next test and give another string
             raise TypeError(f"Format: block_size must be an int; got {self.block_size!r}")
