@@ -79,7 +79,6 @@ def entered(settings: InitSettings) -> Iterator[None]:
                 yield
         finally:
             stack().remove(settings)
-    settings.built += sum(type(module) is QuantLinear for module in settings.born)
 
 
 # ---- construction and registration ----------------------------------------------------------------------------------
@@ -131,6 +130,7 @@ def _install() -> Callable[[], None]:
             dtype=dtype,
         )
         settings.born.add(self)  # type: ignore[arg-type]
+        settings.built += 1
 
     # xavier and kaiming read the fans off the tensor, trunc_normal_ samples out of place: both need the dense shape.
     def fan(tensor: Tensor) -> tuple[int, int]:
@@ -170,6 +170,7 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
         reason = settings.rules.by_name(partial) or settings.rules.by_owner(parent, partial)
         if reason:
             _make_dense(module, reason, fresh=not path)
+            settings.built -= 1
 
 
 def _make_dense(layer: QuantLinear, reason: str, fresh: bool) -> None:

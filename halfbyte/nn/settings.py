@@ -28,7 +28,7 @@ class InitSettings:
         self.compute_dtype = as_dtype("compute_dtype", compute_dtype)
         self.rules = SkipRules(skip)
         self.born: weakref.WeakSet[QuantLinear] = weakref.WeakSet()
-        self.built = 0  # quantized layers that were not turned back, also those a host built for us
+        self.built = 0  # layers quantized inside and not turned back; hosts add those that they load
         self.hosts = ExitStack()
 
 

@@ -1,0 +1,203 @@
+"""Samples and hostile arguments of every op, for tests that enumerate the registry so that no op can be forgotten.
+
+A new op without an entry in `SPECS` fails `tests/ops/test_registry.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte.formats import FORMATS, Format
+
+ALL_FORMATS = tuple(Format.parse(name) for name in (*FORMATS, "nf4:32", "fp4-dq:128"))
+"""Every format once, and two block sizes that are not the default."""
+
+AWKWARD_K = (1, 31, 63, 64, 65, 100, 576, 4304)
+"""Row lengths that are odd, ragged, shorter than a block or longer than a cache line of scales."""
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    """How to call one op.
+
+    Attributes:
+        samples: given a device, yields valid argument tuples (small).
+        hostile: given a device, yields (arguments, exception type, regular expression of the message).
+        differentiable: whether samples include inputs that require grad.
+    """
+
+    samples: Callable[[str], Iterator[tuple[Any, ...]]]
+    hostile: Callable[[str], Iterator[tuple[tuple[Any, ...], type[Exception], str]]]
+    differentiable: bool = False
+
+
+def registered_ops() -> list[str]:
+    """Names of all ops in the `halfbyte` namespace."""
+    names = torch._C._dispatch_get_all_op_names()
+    return sorted(name.split("::")[1] for name in names if name.startswith("halfbyte::"))
+
+
+def random_packed(format: Format, rows: int, columns: int, device: str = "cpu", seed: int = 0) -> Tensor:
+    """Packed rows of normally distributed numbers; the same for every device."""
+    generator = torch.Generator().manual_seed(seed)
+    dense = torch.randn(rows, columns, generator=generator)
+    return torch.ops.halfbyte.quantize(dense, format.id, format.block_size).to(device)
+
+
+def _quantize_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield torch.randn(3, 65, device=device, dtype=dtype), format.id, format.block_size
+    yield torch.randn(64, 5, device=device).t(), 0, 64  # strided
+    yield torch.randn(2, 3, 64, device=device), 0, 64
+    yield torch.randn(0, 64, device=device), 0, 64
+
+
+def _bad_formats(build: Callable[[int, int], tuple[Any, ...]]) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    for id, block_size in ((-1, 64), (99, 64), (2**40, 64)):
+        yield build(id, block_size), ValueError, "format must be an id"
+    for block_size in (0, -64, 48, 16, 8192, 2**62):
+        yield build(0, block_size), ValueError, "block_size must be a power of two"
+    yield build(4, 64), ValueError, "block_size must be 0 for int8"
+
+
+def _quantize_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    x = torch.randn(2, 64, device=device)
+    yield from _bad_formats(lambda id, size: (x, id, size))
+    yield (torch.randn(64, device=device), 0, 64), ValueError, "at least 2 dimensions"
+    yield (torch.tensor(1.0, device=device), 0, 64), ValueError, "at least 2 dimensions"
+    yield (torch.randn(2, 0, device=device), 0, 64), ValueError, "in_features must be"
+    for dtype in (torch.float64, torch.int64, torch.uint8, torch.bool):
+        yield (torch.ones(2, 64, device=device, dtype=dtype), 0, 64), ValueError, "input must be float32"
+
+
+def _scales_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        x = torch.randn(3, 100, device=device)
+        yield x, torch.rand(3, format.num_blocks(100), device=device) + 0.5, format.id, format.block_size
+
+
+def _scales_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    x, scales = torch.randn(2, 128, device=device), torch.ones(2, 2, device=device)
+    yield from _bad_formats(lambda id, size: (x, scales, id, size))
+    yield (x, torch.ones(2, 3, device=device), 0, 64), ValueError, "scales must have input's shape"
+    yield (x, torch.ones(2, device=device), 0, 64), ValueError, "scales must have input's shape"
+    yield (x, scales.double(), 0, 64), ValueError, "scales must be float32"
+
+
+def _dequantize_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            yield random_packed(format, 3, 65, device), format.id, format.block_size, 65, dtype
+    packed = random_packed(ALL_FORMATS[0], 4, 64, device)
+    yield packed[::2], 0, 64, 64, torch.float32  # rows that are not contiguous
+    yield packed.view(2, 2, -1), 0, 64, 64, torch.float32
+    yield packed[:0], 0, 64, 64, torch.float32
+
+
+_HUGE = 2**62
+
+
+def _bad_rows(build: Callable[..., tuple[Any, ...]], device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    """Wrong rows and sizes, for `build(packed, format, block_size, in_features)`."""
+    packed = random_packed(ALL_FORMATS[0], 2, 64, device)
+    yield from _bad_formats(lambda id, size: build(packed, id, size, 64))
+    for columns in (0, -1, -_HUGE, _HUGE):
+        yield build(packed, 0, 64, columns), ValueError, "in_features must be"
+    yield build(packed, 0, 64, 4096), ValueError, "packed must have 2304 bytes per row"
+    yield build(packed[:, :-1], 0, 64, 64), ValueError, "packed must have 48 bytes per row"
+    yield build(packed.to(torch.int8), 0, 64, 64), ValueError, "packed must be uint8"
+    yield build(packed.float(), 0, 64, 64), ValueError, "packed must be uint8"
+    yield build(packed[0], 0, 64, 64), ValueError, "at least 2 dimensions"
+
+
+def _dequantize_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    yield from _bad_rows(lambda packed, *sizes: (packed, *sizes, torch.float32), device)
+    packed = random_packed(ALL_FORMATS[0], 2, 64, device)
+    for dtype in (torch.float64, torch.int32, torch.uint8):
+        yield (packed, 0, 64, 64, dtype), ValueError, "dtype must be float32"
+
+
+def _linear_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            packed = random_packed(format, 5, 65, device)
+            bias = torch.randn(5, device=device, dtype=dtype, requires_grad=True)
+            x = torch.randn(3, 65, device=device, dtype=dtype, requires_grad=True)
+            yield x, packed, bias, format.id, format.block_size, 65
+    packed = random_packed(ALL_FORMATS[0], 4, 64, device)
+    for shape in ((64,), (0, 64), (2, 3, 64), (17, 64), (130, 64)):
+        yield torch.randn(shape, device=device, requires_grad=True), packed, None, 0, 64, 64
+    yield torch.randn(64, 5, device=device).t().requires_grad_(), packed, None, 0, 64, 64  # strided
+    yield torch.randn(3, 64, device=device), packed[:0], None, 0, 64, 64  # no outputs
+    yield torch.randn(3, 64, device=device), random_packed(ALL_FORMATS[0], 8, 64, device)[::2], None, 0, 64, 64
+
+
+def _linear_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    x = torch.randn(3, 64, device=device)
+    packed = random_packed(ALL_FORMATS[0], 4, 64, device)
+    yield from _bad_rows(lambda rows, *sizes: (x, rows, None, *sizes), device)
+    yield (torch.randn(3, 63, device=device), packed, None, 0, 64, 64), ValueError, "last dimension must be in_features=64"
+    yield (torch.tensor(1.0, device=device), packed, None, 0, 64, 64), ValueError, "at least 1 dimension"
+    yield (x.double(), packed, None, 0, 64, 64), ValueError, "input must be float32"
+    yield (x.long(), packed, None, 0, 64, 64), ValueError, "input must be float32"
+    yield (x, packed.view(2, 2, -1), None, 0, 64, 64), ValueError, "must have 2 dimensions"
+    yield (x, packed, torch.ones(3, device=device), 0, 64, 64), ValueError, "bias must have shape"
+    yield (x, packed, torch.ones(1, 4, device=device), 0, 64, 64), ValueError, "bias must have shape"
+    yield (x, packed, torch.ones(4, device=device).bfloat16(), 0, 64, 64), ValueError, "bias must have input's dtype"
+
+
+def _backward_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            grad = torch.randn(3, 5, device=device, dtype=dtype, requires_grad=True)
+            yield grad, random_packed(format, 5, 65, device), format.id, format.block_size, 65
+    packed = random_packed(ALL_FORMATS[0], 4, 64, device)
+    for shape in ((4,), (0, 4), (2, 3, 4), (130, 4)):
+        yield torch.randn(shape, device=device, requires_grad=True), packed, 0, 64, 64
+    yield torch.randn(3, 0, device=device), packed[:0], 0, 64, 64
+
+
+def _backward_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    grad = torch.randn(3, 2, device=device)
+    yield from _bad_rows(lambda rows, *sizes: (grad, rows, *sizes), device)
+    packed = random_packed(ALL_FORMATS[0], 4, 64, device)
+    yield (grad, packed, 0, 64, 64), ValueError, "last dimension must be out_features=4"
+    yield (torch.ones(3, 4, device=device).double(), packed, 0, 64, 64), ValueError, "grad_output must be float32"
+
+
+def _embedding_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        packed = random_packed(format, 7, 65, device)
+        yield torch.tensor([[0, 6], [3, 3]], device=device), packed, format.id, format.block_size, 65, torch.float32
+    packed = random_packed(ALL_FORMATS[0], 7, 64, device)
+    yield torch.tensor(3, device=device), packed, 0, 64, 64, torch.bfloat16
+    yield torch.tensor([1, 2], device=device, dtype=torch.int32), packed, 0, 64, 64, torch.float16
+    yield torch.zeros(0, dtype=torch.int64, device=device), packed, 0, 64, 64, torch.float32
+    yield torch.arange(6, device=device).view(2, 3).t(), packed, 0, 64, 64, torch.float32
+
+
+def _embedding_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    ids = torch.tensor([0, 1], device=device)
+    yield from _bad_rows(lambda rows, *sizes: (ids, rows, *sizes, torch.float32), device)
+    packed = random_packed(ALL_FORMATS[0], 2, 64, device)
+    yield (ids.float(), packed, 0, 64, 64, torch.float32), ValueError, "indices must be int64 or int32"
+    if device == "cpu":  # CUDA asserts on the device, as torch's own embedding does
+        for bad in (2, -1, 2**62):
+            yield (torch.tensor([0, bad]), packed, 0, 64, 64, torch.float32), IndexError, "indices must be from 0 to 1"
+
+
+SPECS: dict[str, OpSpec] = {
+    "quantize": OpSpec(_quantize_samples, _quantize_hostile),
+    "quantize_with_scales": OpSpec(_scales_samples, _scales_hostile),
+    "dequantize": OpSpec(_dequantize_samples, _dequantize_hostile),
+    "linear": OpSpec(_linear_samples, _linear_hostile, differentiable=True),
+    "linear_backward_input": OpSpec(_backward_samples, _backward_hostile, differentiable=True),
+    "embedding": OpSpec(_embedding_samples, _embedding_hostile),
+}
+"""Every op of the registry."""
