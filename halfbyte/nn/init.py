@@ -20,6 +20,7 @@ from halfbyte.formats import Format
 from halfbyte.nn.hosts import import_bridges
 from halfbyte.nn.initializers import Initializers
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
+from halfbyte.nn.packed import reusing_dense_buffer
 from halfbyte.nn.settings import InitSettings, active_settings, hosts, on_dense, owner_of, paused, stack
 from halfbyte.nn.skip import mark_dense
 from halfbyte.ops.quantize import FLOAT_DTYPES
@@ -75,7 +76,7 @@ def entered(settings: InitSettings) -> Iterator[None]:
         try:
             for host in hosts:
                 settings.hosts.enter_context(host(settings))
-            with _patched(), Initializers():
+            with _patched(), Initializers(), reusing_dense_buffer():
                 yield
         finally:
             stack().remove(settings)

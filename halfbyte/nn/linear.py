@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.formats import Format
-from halfbyte.nn.packed import PackedRows, as_dtype
+from halfbyte.nn.packed import PackedRows, as_dtype, dense_buffer
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
 
@@ -79,7 +79,7 @@ class QuantLinear(PackedRows, nn.Linear):
         dense = nn.Linear.__new__(nn.Linear)  # __init__ would draw before it is asked to
         nn.Module.__init__(dense)
         dense.in_features, dense.out_features = self.in_features, self.out_features
-        dense.weight = nn.Parameter(torch.empty(self.weight_shape, device=self.weight.device, dtype=self.dense_dtype))
+        dense.weight = nn.Parameter(dense_buffer(self.weight_shape, self.dense_dtype, self.weight.device))
         dense.bias = self.bias
         nn.Linear.reset_parameters(dense)
         self.quantize_(dense.weight)

