@@ -59,7 +59,7 @@ def quantize_model(
     dtype = as_dtype("compute_dtype", compute_dtype)
     reasons = SkipRules(skip).of_model(model)
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
-    for name, module in _with_progress(layers, progress):
+    for _, module in _with_progress(layers, progress):
         if isinstance(module, PackedRows):
             continue
         if module in reasons:

@@ -13,7 +13,7 @@ from halfbyte.ops.embedding import embedding
 from halfbyte.ops.quantize import quantize
 
 
-class QuantEmbedding(PackedRows, nn.Embedding):
+class QuantEmbedding(PackedRows, nn.Embedding):  # type: ignore[misc]  # weight: uint8 Parameter in both
     """A lookup table stored as packed rows: a gather of rows, then a decode of nothing else.
 
     Args:
@@ -110,7 +110,7 @@ class QuantEmbedding(PackedRows, nn.Embedding):
         copy = nn.Embedding(
             table.num_embeddings, table.embedding_dim, table.padding_idx, table.max_norm, device="meta"
         ).train(table.training)
-        copy._parameters["weight"] = table.weight
+        copy._parameters["weight"] = table._parameters["weight"]
         return quantize_embedding_(copy, Format.parse(format), as_dtype("compute_dtype", compute_dtype))
 
     def extra_repr(self) -> str:

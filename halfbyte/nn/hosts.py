@@ -32,7 +32,7 @@ class _BridgeFinder:
         """Called by the import system for every module that is not imported yet."""
         if name != self.host:
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
+        sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
         if spec is None or spec.loader is None:
             return spec

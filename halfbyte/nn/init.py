@@ -84,26 +84,30 @@ def entered(settings: InitSettings) -> Iterator[None]:
 
 # ---- construction and registration ----------------------------------------------------------------------------------
 
-_patch_lock = threading.Lock()
-_patch_depth = 0
-_undo: Callable[[], None] = lambda: None  # noqa: E731
+
+
+class _Patches:
+    """Process-wide hooks, counted: they stand while any thread is in a context, and act on its own threads only."""
+
+    lock = threading.Lock()
+    depth = 0
+    undo: Callable[[], None]
 
 
 @contextmanager
 def _patched() -> Iterator[None]:
     """Installs the process-wide hooks with the first context and removes them with the last; they act per thread."""
-    global _patch_depth, _undo
-    with _patch_lock:
-        _patch_depth += 1
-        if _patch_depth == 1:
-            _undo = _install()
+    with _Patches.lock:
+        _Patches.depth += 1
+        if _Patches.depth == 1:
+            _Patches.undo = staticmethod(_install())
     try:
         yield
     finally:
-        with _patch_lock:
-            _patch_depth -= 1
-            if _patch_depth == 0:
-                _undo()
+        with _Patches.lock:
+            _Patches.depth -= 1
+            if _Patches.depth == 0:
+                _Patches.undo()
 
 
 def _install() -> Callable[[], None]:

@@ -13,7 +13,7 @@ from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
 
 
-class QuantLinear(PackedRows, nn.Linear):
+class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8 Parameter in both
     r"""Computes :math:`y = x W^T + b` with W quantized: frozen, packed, decoded while it is multiplied.
 
     It is an `nn.Linear`, so whatever looks for linear layers (PEFT, FSDP policies, `named_modules` filters) finds it.
@@ -103,7 +103,7 @@ class QuantLinear(PackedRows, nn.Linear):
             raise TypeError(
                 f"QuantLinear: input must be float32, bfloat16 or float16 (or compute_dtype be set), got {describe(input)}"
             )
-        bias = self.bias
+        bias: Tensor | None = self.bias
         if input.dtype != dtype:
             input = input.to(dtype)
         if bias is not None and bias.dtype != dtype:
@@ -115,7 +115,7 @@ class QuantLinear(PackedRows, nn.Linear):
         return linear_by_id(input, self.packed, bias, format.id, format.block_size, self.in_features)
 
     @property
-    def W_q(self) -> Tensor:
+    def W_q(self) -> Tensor:  # noqa: N802 - PEFT's name
         """The packed rows under the name by which PEFT recognizes a weight that `dequantize()` decodes."""
         return self.packed
 
@@ -136,7 +136,8 @@ class QuantLinear(PackedRows, nn.Linear):
         if not isinstance(linear, nn.Linear) or isinstance(linear, QuantLinear):
             raise TypeError(f"QuantLinear.from_linear: linear must be a dense nn.Linear, got {type(linear).__name__}")
         copy = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta").train(linear.training)
-        copy._parameters.update(weight=linear.weight, bias=linear.bias)
+        copy._parameters["weight"] = linear._parameters["weight"]
+        copy._parameters["bias"] = linear.bias
         return quantize_linear_(copy, Format.parse(format), as_dtype("compute_dtype", compute_dtype))
 
     def extra_repr(self) -> str:

@@ -73,8 +73,6 @@ class PackedRows(nn.Module):
     format: Format
     compute_dtype: torch.dtype | None
     dense_dtype: torch.dtype
-    weight: nn.Parameter
-
     @property
     def weight_shape(self) -> tuple[int, int]:
         """(rows, K) of the dense weight."""
@@ -83,7 +81,8 @@ class PackedRows(nn.Module):
     @property
     def packed(self) -> Tensor:
         """The packed rows, shape (rows, row_bytes) uint8."""
-        return self.weight
+        weight: Tensor = self.weight
+        return weight
 
     def _init_packed(
         self, format: str | Format, compute_dtype: torch.dtype | str | None, dtype: torch.dtype | None, device: Any
@@ -139,7 +138,7 @@ class PackedRows(nn.Module):
             entry = metadata.setdefault(prefix[:-1], {})
             entry.update(format=str(self.format), in_features=self.weight_shape[1])
 
-    def _load_from_state_dict(  # noqa: PLR0913 - torch's signature
+    def _load_from_state_dict(
         self,
         state_dict: Any,
         prefix: str,

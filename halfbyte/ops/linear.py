@@ -106,7 +106,7 @@ class _Linear(torch.autograd.Function):
         ctx.has_bias = bias is not None
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (packed,) = ctx.saved_tensors
         grad_input = _backward_by_id(grad, packed, *ctx.sizes) if ctx.needs_input_grad[0] else None
         grad_bias = None
@@ -127,7 +127,7 @@ class _LinearBackwardInput(torch.autograd.Function):
         ctx.save_for_backward(packed)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (packed,) = ctx.saved_tensors
         return linear_by_id(grad, packed, None, *ctx.sizes), None, None, None, None
 

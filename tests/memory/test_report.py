@@ -54,7 +54,8 @@ def test_verify_accepts_a_sound_model_and_measures_errors() -> None:
 
 
 def test_verify_names_every_unsound_module() -> None:
-    m = nn.ModuleDict({"nan": QuantLinear(64, 4), "size": QuantLinear(64, 4), "frozen": nn.Linear(4, 4), "ok": QuantLinear(64, 4)})
+    m = nn.ModuleDict({name: QuantLinear(64, 4) for name in ("nan", "size", "ok")})
+    m["frozen"] = nn.Linear(4, 4)
     weight = torch.randn(4, 64)
     weight[2, 5] = float("nan")
     m["nan"].quantize_(weight)
