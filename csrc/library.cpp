@@ -17,4 +17,6 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   m.def("linear_backward_input(Tensor grad_output, Tensor packed, int format, int block_size, int in_features) -> Tensor");
   // rows of packed (V, row_bytes) at indices (...) int64 or int32 -> (..., embedding_dim) dtype
   m.def("embedding(Tensor indices, Tensor packed, int format, int block_size, int embedding_dim, ScalarType dtype) -> Tensor");
+  // instruction set of the CPU kernels in use: 0 scalar, 1 avx2, 2 avx512, 3 amx
+  m.def("cpu_isa() -> int");
 }

@@ -1,6 +1,7 @@
 // Front of dequantize on the CPU: check, allocate, split rows over threads.
 #include "dequantize.h"
 
+#include "huge_pages.h"
 #include "isa.h"
 
 namespace halfbyte::cpu {
@@ -23,8 +24,10 @@ Tensor dequantize(const Tensor& packed, int64_t format, int64_t block_size, int6
   const DType out_dtype = checked_dtype(op, "dtype", dtype);
   const Tensor source = torch::stable::contiguous(packed);
   Tensor output = torch::stable::new_empty(source, with_last_size(packed, in_features), dtype);
+  const int64_t output_bytes = output.numel() * int64_t(output.element_size());
+  prefer_huge_pages(output.mutable_data_ptr(), output_bytes);
   // Past the last-level cache of small machines an output is not read back from it anyway.
-  const bool stream = output.numel() * int64_t(output.element_size()) >= (int64_t(16) << 20);
+  const bool stream = output_bytes >= (int64_t(16) << 20);
   dequantize_into(source.const_data_ptr<uint8_t>(), leading_numel(packed), layout, out_dtype, output.mutable_data_ptr(), stream);
   return output;
 }

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include <torch/csrc/stable/library.h>
+
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
@@ -77,4 +79,15 @@ const Kernels& kernels() {
   return *table;
 }
 
+namespace {
+
+// The table in use, as an int because strings leak at the dispatcher: 0 scalar, 1 avx2, 2 avx512, 3 amx.
+int64_t cpu_isa() {
+  const std::string name = kernels().isa;
+  return name == "amx" ? 3 : name == "avx512" ? 2 : name == "avx2" ? 1 : 0;
+}
+
+}  // namespace
 }  // namespace halfbyte::cpu
+
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CompositeExplicitAutograd, m) { m.impl("cpu_isa", TORCH_BOX(&halfbyte::cpu::cpu_isa)); }

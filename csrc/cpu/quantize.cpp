@@ -1,6 +1,7 @@
 // Fronts of quantize and quantize_with_scales on the CPU: check, allocate, split rows over threads.
 #include "../bridge.h"
 #include "../checks.h"
+#include "huge_pages.h"
 #include "isa.h"
 
 namespace halfbyte::cpu {
@@ -23,6 +24,7 @@ Tensor quantize_checked(const char* op, const Tensor& input, const std::optional
     s = torch::stable::contiguous(*scales);
   }
   Tensor packed = torch::stable::new_empty(x, with_last_size(input, layout.row_bytes), ScalarType::Byte);
+  prefer_huge_pages(packed.mutable_data_ptr(), rows * layout.row_bytes);
   const auto* source = static_cast<const char*>(x.const_data_ptr());
   const float* given = s ? s->const_data_ptr<float>() : nullptr;
   auto* target = packed.mutable_data_ptr<uint8_t>();

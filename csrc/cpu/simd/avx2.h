@@ -1,6 +1,56 @@
-// Vector forms for avx2.
+// Vectors of 8 floats for AVX2 + FMA + F16C: exact loads and conversions of every element type, non-temporal stores.
 #pragma once
 
 #include <immintrin.h>
 
 #include "scalar.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+inline __m256 load_floats(const float* x) { return _mm256_loadu_ps(x); }
+inline __m256 load_floats(const BFloat16* x) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+inline __m256 load_floats(const Float16* x) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+}
+
+// bf16 bits, nearest even, in the low half of each dword. NaN must be canonical (kNaNBits): the carry out of a full
+// mantissa would turn another NaN into -0.
+inline __m256i round_bf16(__m256 v) {
+  const __m256i bits = _mm256_castps_si256(v);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+}
+
+// 16 floats -> 16 words of T (BFloat16 or Float16), in order. NaN as for round_bf16.
+template <class T>
+inline __m256i narrow_floats(__m256 low, __m256 high);
+template <>
+inline __m256i narrow_floats<BFloat16>(__m256 low, __m256 high) {
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_bf16(low), round_bf16(high)), 0xD8);
+}
+template <>
+inline __m256i narrow_floats<Float16>(__m256 low, __m256 high) {
+  return _mm256_set_m128i(_mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
+}
+
+constexpr int64_t kStreamAlignment = 32;
+
+template <bool Stream>
+inline void store_vector(void* target, __m256i v) {
+  if (Stream) {
+    _mm256_stream_si256(static_cast<__m256i*>(target), v);
+  } else {
+    _mm256_storeu_si256(static_cast<__m256i*>(target), v);
+  }
+}
+
+inline __m256i load_vector(const void* source) { return _mm256_loadu_si256(static_cast<const __m256i*>(source)); }
+
+}  // namespace
+}  // namespace halfbyte::cpu
+
+#include "stream.h"

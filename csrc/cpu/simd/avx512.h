@@ -1,6 +1,58 @@
-// Vector forms for avx512.
+// Vectors of 16 floats for AVX-512 (F, BW, VL, DQ, VBMI): exact loads and conversions of every element type, non-temporal
+// stores. vcvtneps2bf16 is not used: it flushes subnormals, which the rules keep.
 #pragma once
 
+// GCC 12 and 13 warn about the deliberately undefined operands inside their own header (GCC bug 105593).
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
 
 #include "scalar.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+inline __m512 load_floats(const float* x) { return _mm512_loadu_ps(x); }
+inline __m512 load_floats(const BFloat16* x) {
+  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+inline __m512 load_floats(const Float16* x) {
+  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+}
+
+// 16 floats -> 16 words of T (BFloat16 or Float16), nearest even. NaN must be canonical (kNaNBits): in bf16 the carry out
+// of a full mantissa would turn another NaN into -0.
+template <class T>
+inline __m256i narrow_floats(__m512 v);
+template <>
+inline __m256i narrow_floats<BFloat16>(__m512 v) {
+  const __m512i bits = _mm512_castps_si512(v);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+}
+template <>
+inline __m256i narrow_floats<Float16>(__m512 v) {
+  return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+}
+
+constexpr int64_t kStreamAlignment = 64;
+
+template <bool Stream>
+inline void store_vector(void* target, __m512i v) {
+  if (Stream) {
+    _mm512_stream_si512(static_cast<__m512i*>(target), v);
+  } else {
+    _mm512_storeu_si512(target, v);
+  }
+}
+
+inline __m512i load_vector(const void* source) { return _mm512_loadu_si512(source); }
+
+}  // namespace
+}  // namespace halfbyte::cpu
+
+#include "stream.h"

@@ -32,6 +32,20 @@ struct Float16 {
   uint16_t bits;
 };
 
+// |value| in the type's own bits: ordered like the values, Inf and NaN above every finite one. value_of goes back.
+inline uint32_t magnitude_bits(float value) { return float_bits(value) & 0x7FFFFFFFu; }
+inline uint32_t magnitude_bits(BFloat16 value) { return value.bits & 0x7FFFu; }
+inline uint32_t magnitude_bits(Float16 value) { return value.bits & 0x7FFFu; }
+
+template <class T>
+inline T value_of(uint32_t bits) {
+  return T{uint16_t(bits)};
+}
+template <>
+inline float value_of<float>(uint32_t bits) {
+  return bits_float(bits);
+}
+
 inline float to_float(float value) { return value; }
 inline float to_float(BFloat16 value) { return bits_float(uint32_t(value.bits) << 16); }
 inline float to_float(Float16 value) {

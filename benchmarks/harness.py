@@ -1,0 +1,292 @@
+"""The harness of every CPU benchmark here: verify first, then time the peers interleaved, in one run, against floors.
+
+    args = harness.arguments(__doc__)                       # --threads --rounds --seconds --only --json
+    report = harness.Report("dequantize", args)             # sets threads, prints hardware and versions
+    weights = harness.rotate(make_weight, weight_bytes)     # copies enough to fall out of the last-level cache
+    report.compare(
+        "nf4 -> bf16, 4096 x 4096",
+        {"halfbyte": Case(lambda i: op(weights[i % len(weights)]), bytes=n), "bitsandbytes": Case(...)},
+        verify=check,                                       # raises when a result is wrong; runs before any timing
+        baseline="bitsandbytes",                            # printed as a ratio: how often `halfbyte` fits into a peer
+        floors={"copy": n},                                 # "copy", "read": bytes moved; timed in the same rounds
+    )
+    report.save()                                           # JSON: environment, every row, every percentile
+
+A round runs each case once, in order (A B A B): drift of the machine hits all of them alike. A case gets the round's
+number to pick its buffers with. A sample is *quiet* when nothing else was runnable before and after it; a case's time
+is the median of its quiet samples, or the lower quintile of all samples when fewer than 5 were quiet (a busy machine
+only ever adds time). Times are seconds, sizes bytes, rates per second. Plain Python and torch; g++ for the floors.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.metadata
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+ISA_NAMES = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
+PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One thing to time. `run(i)` does the work on buffer set `i`; `bytes` it must move, `flops` it must do (0: unknown)."""
+
+    run: Callable[[int], object]
+    bytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds: `median` as in the module's docstring, the 20th and 80th percentile and the best of all samples."""
+
+    median: float
+    low: float
+    high: float
+    best: float
+    samples: int
+    quiet: int
+
+
+def arguments(doc: str | None, argv: Sequence[str] | None = None, **extra: Any) -> argparse.Namespace:
+    """The command line every benchmark shares. `extra`: name -> add_argument keywords for a benchmark's own options."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=0, help="threads for every library (default: as torch starts)")
+    parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds per comparison")
+    parser.add_argument("--seconds", type=float, default=20.0, help="stop a comparison after this long (at least 3 rounds)")
+    parser.add_argument("--only", default="", help="run only comparisons whose title contains this")
+    parser.add_argument("--json", type=Path, help="where to write (default: benchmarks/results/NAME-ISA.json)")
+    for name, keywords in extra.items():
+        parser.add_argument(f"--{name}", **keywords)
+    return parser.parse_args(argv)
+
+
+def cpu_model() -> str:
+    """The CPU's own name for itself."""
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache of CPU 0 (32 MiB where the system does not say)."""
+    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+    sizes = [p.read_text().strip() for p in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")]
+    return max((int(s[:-1]) * units[s[-1]] for s in sizes), default=32 << 20)
+
+
+def load_ops() -> None:
+    """Makes torch.ops.halfbyte available."""
+    if not hasattr(torch.ops.halfbyte, "quantize"):
+        torch.ops.load_library(str(ROOT / "halfbyte" / "lib" / "libhalfbyte_cpu.so"))
+
+
+def environment() -> dict[str, Any]:
+    """Everything a number depends on: CPU, ISA in use, threads, versions, commit."""
+    load_ops()
+    versions = {"python": platform.python_version(), "torch": torch.__version__}
+    for name in PEERS:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            versions[name] = "not installed"
+    git = ["git", "-C", str(ROOT)]
+    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
+    dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False).stdout.strip()
+    return {
+        "cpu": cpu_model(),
+        "isa": ISA_NAMES[torch.ops.halfbyte.cpu_isa()],
+        "forced_isa": os.environ.get("HALFBYTE_CPU_ISA", ""),
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "last_level_cache": last_level_cache(),
+        "versions": versions,
+        "commit": commit + ("+changes" if dirty else ""),
+    }
+
+
+def rotate(make: Callable[[int], T], item_bytes: int) -> list[T]:
+    """`make(0), make(1), ...`: enough items that using them in turn finds none in the last-level cache (at least 2)."""
+    return [make(i) for i in range(max(2, 1 + -(-2 * last_level_cache() // max(1, item_bytes))))]
+
+
+def aligned(count: int, dtype: torch.dtype) -> torch.Tensor:
+    """(count,) zeros of `dtype`, touched, on a 64-byte boundary."""
+    nbytes = count * dtype.itemsize
+    raw = torch.zeros(nbytes + 64, dtype=torch.uint8)
+    start = -raw.data_ptr() % 64
+    return raw[start : start + nbytes].view(dtype)
+
+
+class _Floors:
+    """Copy and read bandwidth, from floors.cpp (compiled on first use)."""
+
+    _library: ctypes.CDLL | None = None
+
+    @classmethod
+    def library(cls) -> ctypes.CDLL:
+        if cls._library is None:
+            target = Path(tempfile.mkdtemp(prefix="halfbyte-floors-")) / "floors.so"
+            source = Path(__file__).with_name("floors.cpp")
+            compiler = os.environ.get("CXX", "g++")
+            flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
+            subprocess.run([compiler, *flags, str(source), "-o", str(target)], check=True)
+            cls._library = ctypes.CDLL(str(target))
+        return cls._library
+
+    @classmethod
+    def case(cls, kind: str, nbytes: int) -> Case:
+        library, threads = cls.library(), torch.get_num_threads()
+        length = nbytes // (2 if kind == "copy" else 1) // (256 * threads) * (256 * threads)
+        if length == 0:
+            raise ValueError(f"a {kind} floor needs at least {512 * threads} bytes, got {nbytes}")
+        sources = rotate(lambda _: aligned(length, torch.uint8).random_(), length)
+        size, pool = ctypes.c_int64(length), ctypes.c_int(threads)
+        if kind == "read":
+            return Case(lambda i: library.floor_read(ctypes.c_void_p(sources[i % len(sources)].data_ptr()), size, pool), length)
+        targets = rotate(lambda _: aligned(length, torch.uint8), length)
+
+        def copy(i: int) -> None:
+            source, target = sources[i % len(sources)], targets[i % len(targets)]
+            library.floor_copy(ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(target.data_ptr()), size, pool)
+
+        copy(0)
+        if not torch.equal(sources[0], targets[0]):
+            raise AssertionError("the copy floor did not copy")
+        return Case(copy, 2 * length)
+
+
+def _runnable() -> int:
+    return int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
+
+
+def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.0) -> dict[str, Timing]:
+    """Times every case once per round, `rounds` times or until `seconds` have passed (never fewer than 3 rounds)."""
+    samples: dict[str, list[float]] = {name: [] for name in cases}
+    quiet: dict[str, list[float]] = {name: [] for name in cases}
+    for case in cases.values():
+        case.run(0)
+    started = time.perf_counter()
+    for i in range(rounds):
+        if i >= 3 and time.perf_counter() - started > seconds:
+            break
+        for name, case in cases.items():
+            for _ in range(4):  # give a passing process 16 ms to finish
+                if before := _runnable() <= 1:
+                    break
+                time.sleep(0.004)
+            begin = time.perf_counter()
+            case.run(i)
+            elapsed = time.perf_counter() - begin
+            samples[name].append(elapsed)
+            if before and _runnable() <= 2:  # our own pool may still be spinning down
+                quiet[name].append(elapsed)
+    return {name: _timing(samples[name], quiet[name]) for name in cases}
+
+
+def _timing(samples: list[float], quiet: list[float]) -> Timing:
+    ordered = sorted(samples)
+    low, high = ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
+    median = statistics.median(quiet) if len(quiet) >= 5 else low
+    return Timing(median, low, high, ordered[0], len(samples), len(quiet))
+
+
+class Report:
+    """Collects comparisons, prints each as a table and writes all of them as JSON."""
+
+    def __init__(self, name: str, args: argparse.Namespace) -> None:
+        if args.threads:
+            torch.set_num_threads(args.threads)
+        self.name, self.args = name, args
+        self.environment = environment()
+        self.comparisons: list[dict[str, Any]] = []
+        env = self.environment
+        versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
+        print(f"# {name}: {env['cpu']}, {env['isa']}, {env['threads']} threads, commit {env['commit']}; {versions}", flush=True)
+
+    def compare(
+        self,
+        title: str,
+        cases: Mapping[str, Case],
+        *,
+        verify: Callable[[], object],
+        baseline: str | None = None,
+        floors: Mapping[str, int] | None = None,
+    ) -> dict[str, Timing]:
+        """Verifies, times `cases` and the floors interleaved, prints and records a table.
+
+        Args:
+            title: the workload, with shape and dtypes.
+            cases: by name; ours are called "halfbyte" or start with "halfbyte ".
+            verify: raises when any case computes something wrong. Called before anything is timed.
+            baseline: the case whose time over each row's time is printed.
+            floors: "copy" or "read" -> bytes that this workload has to move; rates are printed as a share of the first.
+
+        Returns:
+            A Timing per case and floor; empty when --only excludes this title.
+        """
+        if self.args.only not in title:
+            return {}
+        verify()
+        floors = dict(floors or {})
+        everything = dict(cases) | {kind: _Floors.case(kind, nbytes) for kind, nbytes in floors.items()}
+        timings = interleave(everything, self.args.rounds, self.args.seconds)
+        floor = next(iter(floors), None)
+        rows: list[dict[str, Any]] = []
+        for name, timing in timings.items():
+            case, row = everything[name], {"name": name, **asdict(timings[name])}
+            if case.bytes:
+                row["bytes_per_second"] = case.bytes / timing.median
+            if case.flops:
+                row["flops_per_second"] = case.flops / timing.median
+            if baseline is not None:
+                row["speedup"] = timings[baseline].median / timing.median
+            if floor is not None and case.bytes:
+                row["share_of_floor"] = row["bytes_per_second"] / (everything[floor].bytes / timings[floor].median)
+            rows.append(row)
+        self.comparisons.append({"title": title, "baseline": baseline, "floor": floor, "rows": rows})
+        self._print(title, baseline, floor, rows)
+        return timings
+
+    def _print(self, title: str, baseline: str | None, floor: str | None, rows: list[dict[str, Any]]) -> None:
+        print(f"\n## {title}")
+        for row in rows:
+            text = f"  {row['name']:28s} {row['median'] * 1e3:9.3f} ms  [{row['low'] * 1e3:.3f} .. {row['high'] * 1e3:.3f}]"
+            if "bytes_per_second" in row:
+                text += f" {row['bytes_per_second'] / 1e9:7.1f} GB/s"
+            if "flops_per_second" in row:
+                text += f" {row['flops_per_second'] / 1e9:8.1f} GFLOP/s"
+            if "share_of_floor" in row:
+                text += f" {row['share_of_floor'] * 100:5.0f} % of {floor}"
+            if "speedup" in row:
+                text += f"  {row['speedup']:7.2f}x over {baseline}"
+            print(text + f"  ({row['quiet']} of {row['samples']} quiet)")
+        sys.stdout.flush()
+
+    def save(self) -> Path:
+        """Writes the JSON and returns its path."""
+        path = self.args.json or ROOT / "benchmarks" / "results" / f"{self.name}-{self.environment['isa']}.json"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"benchmark": self.name, "environment": self.environment, "comparisons": self.comparisons}
+        path.write_text(json.dumps(content, indent=1) + "\n")
+        print(f"\nwrote {path}")
+        return path

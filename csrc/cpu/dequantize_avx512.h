@@ -1,0 +1,81 @@
+// What dequantize_kernel.h needs of an ISA, in AVX-512.
+#pragma once
+
+#include "kernels.h"
+#include "simd/avx512.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+constexpr int64_t kDecodeGroup = 32;  // elements per call of decode and decode_8bit
+
+// The 16 values of a 4-bit codebook times a block's absmax, rounded to T (bf16 or fp16) once, twice in a row: vpermw
+// reads 5 bits of index, of which the top one then does not matter.
+template <class T>
+struct ScaledCodebook {
+  __m512i entries;
+
+  ScaledCodebook(const float* codebook, float absmax) {
+    const __m512 products = _mm512_mul_ps(_mm512_loadu_ps(codebook), _mm512_set1_ps(absmax));
+    entries = _mm512_broadcast_i64x4(narrow_floats<T>(products));
+  }
+
+  // 16 bytes of codes -> 32 elements: 2 bytes become the 4 words of a qword; vpmultishiftqb puts bits 4, 0, 12 and 8
+  // onward at the bottom of each.
+  template <bool Stream>
+  void decode(const uint8_t* codes, T* out) const {
+    const __m512i bytes = _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
+    const __m512i nibbles = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x0008000C00000004), bytes);
+    store_vector<Stream>(out, _mm512_permutexvar_epi16(nibbles, entries));
+  }
+};
+
+template <>
+struct ScaledCodebook<float> {
+  __m512 entries;
+
+  ScaledCodebook(const float* codebook, float absmax)
+      : entries(_mm512_mul_ps(_mm512_loadu_ps(codebook), _mm512_set1_ps(absmax))) {}
+
+  // 16 bytes of codes -> 32 elements: one byte becomes the 2 dwords of a qword, shifted by 4 and by 0.
+  template <bool Stream>
+  void decode(const uint8_t* codes, float* out) const {
+    for (int i = 0; i < 2; ++i) {
+      const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 8 * i)));
+      const __m512i nibbles = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(4), bytes);
+      store_vector<Stream>(out + 16 * i, _mm512_castps_si512(_mm512_permutexvar_ps(nibbles, entries)));
+    }
+  }
+};
+
+// 16 codes -> 16 floats; e4m3 comes out as value / 256: its bits, moved, are that number in fp16, subnormals included.
+template <bool FP8>
+inline __m512 widen_codes(const uint8_t* codes) {
+  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+  if (!FP8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+  // Sign-extended and shifted by 7, the sign sits in bits 15 and 14: bit 14 goes.
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16(int16_t(0xBF80)));
+  const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(_mm256_or_si256(half, _mm256_set1_epi16(int16_t(0x8000))),
+                                                   _mm256_set1_epi16(int16_t(0xBF80)));
+  return _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, is_nan, _mm256_set1_epi16(0x7E00)));
+}
+
+// 32 int8 or e4m3 codes -> code * quotient.
+template <class T, bool FP8, bool Stream>
+inline void decode_8bit(const uint8_t* codes, float quotient, T* out) {
+  // 256 * quotient is exact and finite (quotient <= FLT_MAX / 448), so the product still rounds once.
+  const __m512 scale = _mm512_set1_ps(FP8 ? quotient * 256.0f : quotient);
+  const __m512 a = _mm512_mul_ps(widen_codes<FP8>(codes), scale);
+  const __m512 b = _mm512_mul_ps(widen_codes<FP8>(codes + 16), scale);
+  if constexpr (sizeof(T) == 4) {
+    store_vector<Stream>(out, _mm512_castps_si512(a));
+    store_vector<Stream>(out + 16, _mm512_castps_si512(b));
+  } else {
+    store_vector<Stream>(out, _mm512_inserti64x4(_mm512_castsi256_si512(narrow_floats<T>(a)), narrow_floats<T>(b), 1));
+  }
+}
+
+inline void stream_fence() { _mm_sfence(); }
+
+}  // namespace
+}  // namespace halfbyte::cpu
