@@ -192,6 +192,14 @@ def _embedding_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exce
             yield (torch.tensor([0, bad]), packed, 0, 64, 64, torch.float32), IndexError, "indices must be from 0 to 1"
 
 
+def _no_arguments(device: str) -> Iterator[tuple[Any, ...]]:
+    yield ()
+
+
+def _nothing_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    yield from ()
+
+
 SPECS: dict[str, OpSpec] = {
     "quantize": OpSpec(_quantize_samples, _quantize_hostile),
     "quantize_with_scales": OpSpec(_scales_samples, _scales_hostile),
@@ -199,5 +207,6 @@ SPECS: dict[str, OpSpec] = {
     "linear": OpSpec(_linear_samples, _linear_hostile, differentiable=True),
     "linear_backward_input": OpSpec(_backward_samples, _backward_hostile, differentiable=True),
     "embedding": OpSpec(_embedding_samples, _embedding_hostile),
+    "cpu_isa": OpSpec(_no_arguments, _nothing_hostile),
 }
 """Every op of the registry."""

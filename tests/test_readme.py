@@ -1,0 +1,57 @@
+"""The README's commands and code run as written."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+COMMANDS = re.findall(r"```bash\n(.*?)```", README, re.DOTALL)
+
+
+def test_commands_are_make_targets_that_exist() -> None:
+    targets = re.findall(r"^make ([\w-]+)", "\n".join(COMMANDS), re.MULTILINE)
+    assert targets == ["demo", "test"]
+    for target in targets:
+        planned = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True)
+        assert "pip install" in planned.stdout or "setup.py" in planned.stdout
+    assert "examples/finetune.py" in subprocess.run(
+        ["make", "-n", "demo"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+
+
+def test_code_without_a_host_runs() -> None:
+    names: dict[str, object] = {}
+    exec(CODE[1], names)
+    assert names["dense"].shape == (8, 4096)
+
+
+def test_code_with_lightning_trains(tmp_path: Path) -> None:
+    pytest.importorskip("lightning")
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=96
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    names: dict[str, object] = {"path": str(tmp_path)}
+    limited = CODE[0].replace("L.Trainer(", "L.Trainer(max_steps=2, logger=False, enable_checkpointing=False, accelerator='cpu', ")
+    assert limited != CODE[0]
+    exec(limited, names)
+    module = names["Module"]()
+    ids = torch.randint(0, 96, (4, 1, 12))
+    names["trainer"].fit(module, [{"input_ids": x, "labels": x} for x in ids])
+    packed = [m for m in module.modules() if isinstance(m, nn.Linear) and m.weight.dtype == torch.uint8]
+    assert len(packed) == 14
+
+
+def test_links_lead_somewhere() -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", README):
+        assert (ROOT / target).exists(), target
