@@ -15,13 +15,13 @@ from pathlib import Path
 
 import lightning as L
 import torch
+from halfbyte.optim import AdamW8bit
+from lightning_plugin import HalfbytePrecision, QuantizationReport
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import halfbyte
-from halfbyte.optim import AdamW8bit
-from lightning_plugin import HalfbytePrecision, QuantizationReport
 
 
 class FineTuning(L.LightningModule):
@@ -147,7 +147,8 @@ def main() -> None:
     print(f"memory by kind: weights {halfbyte.report(module.model).bytes / 1e6 - trainable:.1f} MB, "
           f"adapters {trainable:.1f} MB, gradients {trainable:.1f} MB, optimizer state {stages.state_mb:.1f} MB, "
           f"process {anonymous_mb():.0f} MB anonymous")
-    print(f"speed: {tokens / stages.seconds:.0f} tokens/s ({args.steps} steps of {args.batch_size} x {args.length}, {dtype})")
+    shape = f"{args.steps} steps of {args.batch_size} x {args.length}, {dtype}"
+    print(f"speed: {tokens / stages.seconds:.0f} tokens/s ({shape})")
     print(f"held-out loss: {stages.before:.4f} -> {stages.after:.4f}")
 
     with halfbyte.init_quantized(args.format):  # what was saved, read back into a new quantized model

@@ -37,12 +37,12 @@ def test_code_with_lightning_trains(tmp_path: Path) -> None:
     pytest.importorskip("lightning")
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=96
-    )
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
+    config = LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)
     LlamaForCausalLM(config).save_pretrained(tmp_path)
     names: dict[str, object] = {"path": str(tmp_path)}
-    limited = CODE[0].replace("L.Trainer(", "L.Trainer(max_steps=2, logger=False, enable_checkpointing=False, accelerator='cpu', ")
+    limits = "max_steps=2, logger=False, enable_checkpointing=False, accelerator='cpu', "
+    limited = CODE[0].replace("L.Trainer(", f"L.Trainer({limits}")
     assert limited != CODE[0]
     exec(limited, names)
     module = names["Module"]()

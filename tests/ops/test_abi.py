@@ -1,4 +1,4 @@
-"""The traps of the stable ABI that are not about values: double loading, error types, exceptions out of threads, overhead."""
+"""The traps of the stable ABI that are not about values: double loading, error types, grad mode, overhead."""
 
 from __future__ import annotations
 
