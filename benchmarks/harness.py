@@ -110,8 +110,12 @@ def environment() -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             versions[name] = "not installed"
     git = ["git", "-C", str(ROOT)]
-    commit = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
-    dirty = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    dirty = subprocess.run(
+        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
+    ).stdout.strip()
     return {
         "cpu": cpu_model(),
         "isa": ISA_NAMES[torch.ops.halfbyte.cpu_isa()],
@@ -162,7 +166,9 @@ class _Floors:
         sources = rotate(lambda _: aligned(length, torch.uint8).random_(), length)
         size, pool = ctypes.c_int64(length), ctypes.c_int(threads)
         if kind == "read":
-            return Case(lambda i: library.floor_read(ctypes.c_void_p(sources[i % len(sources)].data_ptr()), size, pool), length)
+            return Case(
+                lambda i: library.floor_read(ctypes.c_void_p(sources[i % len(sources)].data_ptr()), size, pool), length
+            )
         targets = rotate(lambda _: aligned(length, torch.uint8), length)
 
         def copy(i: int) -> None:
@@ -221,7 +227,9 @@ class Report:
         self.comparisons: list[dict[str, Any]] = []
         env = self.environment
         versions = ", ".join(f"{k} {v}" for k, v in env["versions"].items())
-        print(f"# {name}: {env['cpu']}, {env['isa']}, {env['threads']} threads, commit {env['commit']}; {versions}", flush=True)
+        print(
+            f"# {name}: {env['cpu']}, {env['isa']}, {env['threads']} threads, commit {env['commit']}; {versions}", flush=True
+        )
 
     def compare(
         self,

@@ -19,4 +19,7 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   m.def("embedding(Tensor indices, Tensor packed, int format, int block_size, int embedding_dim, ScalarType dtype) -> Tensor");
   // instruction set of the CPU kernels in use: 0 scalar, 1 avx2, 2 avx512, 3 amx
   m.def("cpu_isa() -> int");
+  // frees the scratch memory that CPU threads keep between calls; bytes kept now, over all threads
+  m.def("clear_workspace() -> ()");
+  m.def("workspace_bytes() -> int");
 }

@@ -7,12 +7,14 @@ from halfbyte.memory.report import Report, report, verify
 from halfbyte.nn.convert import quantize_model
 from halfbyte.nn.init import init_quantized
 from halfbyte.ops.dequantize import dequantize
+from halfbyte.ops.linear import clear_workspace
 from halfbyte.ops.quantize import quantize
 
 __all__ = [
     "Format",
     "QuantizationError",
     "Report",
+    "clear_workspace",
     "dequantize",
     "init_quantized",
     "memory",

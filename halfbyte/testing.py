@@ -208,5 +208,7 @@ SPECS: dict[str, OpSpec] = {
     "linear_backward_input": OpSpec(_backward_samples, _backward_hostile, differentiable=True),
     "embedding": OpSpec(_embedding_samples, _embedding_hostile),
     "cpu_isa": OpSpec(_no_arguments, _nothing_hostile),
+    "clear_workspace": OpSpec(_no_arguments, _nothing_hostile),
+    "workspace_bytes": OpSpec(_no_arguments, _nothing_hostile),
 }
 """Every op of the registry."""

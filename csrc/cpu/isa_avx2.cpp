@@ -2,6 +2,8 @@
 // file's copy of an inline function for CPUs that cannot run it.
 #include "simd/avx2.h"
 
+#include "linear_decode_avx2.h"
+
 #include "kernel_table.h"
 
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2() { return halfbyte::cpu::kernel_table("avx2"); }

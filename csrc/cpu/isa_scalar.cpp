@@ -2,6 +2,8 @@
 // file's copy of an inline function for CPUs that cannot run it.
 #include "simd/scalar.h"
 
+#include "linear_decode_scalar.h"
+
 #include "kernel_table.h"
 
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_scalar() { return halfbyte::cpu::kernel_table("scalar"); }

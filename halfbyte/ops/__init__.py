@@ -7,7 +7,7 @@ also be called directly.
 
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.embedding import embedding
-from halfbyte.ops.linear import linear, linear_backward_input
+from halfbyte.ops.linear import clear_workspace, linear, linear_backward_input
 from halfbyte.ops.quantize import quantize
 
-__all__ = ["dequantize", "embedding", "linear", "linear_backward_input", "quantize"]
+__all__ = ["clear_workspace", "dequantize", "embedding", "linear", "linear_backward_input", "quantize"]

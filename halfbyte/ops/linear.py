@@ -14,6 +14,7 @@ from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
 
 _linear = overload("linear")
 _linear_backward_input = overload("linear_backward_input")
+_clear_workspace = overload("clear_workspace")
 
 
 def linear(input: Tensor, packed: Tensor, bias: Tensor | None, format: str | Format, in_features: int) -> Tensor:
@@ -42,6 +43,11 @@ def linear(input: Tensor, packed: Tensor, bias: Tensor | None, format: str | For
     if not isinstance(input, Tensor) or input.dtype not in FLOAT_DTYPES:
         raise TypeError(f"halfbyte.linear: input must be a {FLOAT_NAMES} tensor, got {describe(input)}")
     return linear_by_id(input, packed, bias, fmt.id, fmt.block_size, in_features)
+
+
+def clear_workspace() -> None:
+    """Releases the scratch memory that the CPU kernels keep between calls (at most 4 MiB per thread)."""
+    _clear_workspace()
 
 
 def linear_by_id(

@@ -1,0 +1,124 @@
+// Vectors and decoders of `linear` for AVX2. Included once per ISA.
+#pragma once
+
+#include <immintrin.h>
+
+#include "linear_scales.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+constexpr int kLanes = 8;
+constexpr int kGroup = 64;
+constexpr bool kHasBFloat16 = false;
+constexpr int kTileVectors = 2;  // the micro-kernel holds 6 x 2 sums, 2 vectors and 1 broadcast in 16 registers
+constexpr int kDirectTokens[2] = {4, 0};
+
+using Vector = __m256;
+
+struct Float32 {
+  static constexpr Compute kCompute = Compute::kFloat32;
+  static constexpr int kVectors = 8;
+  static constexpr int kUnitElements = 1;
+  using Values = __m256;
+  static Values load(const float* p) { return _mm256_loadu_ps(p); }
+  static Values broadcast(const float* p) { return _mm256_broadcast_ss(p); }
+  static Vector multiply_add(Values a, Values b, Vector sum) { return _mm256_fmadd_ps(a, b, sum); }
+};
+using BFloat16Pairs = Float32;  // never dispatched to: AVX2 machines have no bf16 units
+
+inline Vector zero_vector() { return _mm256_setzero_ps(); }
+inline Vector load_sums(const float* p) { return _mm256_loadu_ps(p); }
+inline void store_sums(float* p, Vector v) { _mm256_storeu_ps(p, v); }
+inline void store_values(float* p, Vector v) { _mm256_storeu_ps(p, v); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline float horizontal_sum(Vector v) {
+  __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+// 4-bit groups come out as 4 vectors of even elements, then 4 of odd ones; inside, as byte unpacking leaves them.
+template <class Product, Codes codes>
+constexpr int element_at(int position) {
+  if (!four_bit(codes)) return position;
+  const int vector = position / 8, half = position / 4 % 2, i = position % 4;
+  return 2 * (16 * half + 4 * (vector % 4) + i) + vector / 4;
+}
+
+template <class Product, Codes codes>
+struct Decoder {
+  using Scales = typename ScalesOf<codes>::Type;
+  static constexpr int kCodeBytes = four_bit(codes) ? kGroup / 2 : kGroup;
+  // The codebook's fp32 values split into 4 byte planes: 16-entry byte lookups are one instruction for 32 codes, and
+  // unpacking puts the bytes together again. 24 shuffles for 64 exact values; vpermps would take 64 and 8 blends.
+  __m256i plane[4];
+  __m256i spread;  // 32-element step of a lane -> index of its scale
+
+  explicit Decoder(const RowLayout& l) {
+    if constexpr (four_bit(codes)) {
+      uint8_t bytes[4][16];
+      for (int c = 0; c < 16; ++c) {
+        const uint32_t bits = float_bits(codebook(l.format)[c]);
+        for (int p = 0; p < 4; ++p) bytes[p][c] = uint8_t(bits >> (8 * p));
+      }
+      for (int p = 0; p < 4; ++p)
+        plane[p] = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes[p])));
+      spread = l.block_size == 32 ? _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1) : _mm256_setzero_si256();
+    }
+  }
+
+  Vector scale(const Scales& s, int64_t group) const {
+    if constexpr (four_bit(codes)) {
+      return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(s.from(2 * group))), spread);
+    } else {
+      return _mm256_set1_ps(codes == Codes::kFP8 ? s.value * 256.0f : s.value);
+    }
+  }
+
+  void half(__m256i nibbles, Vector v[4]) const {
+    const __m256i a = _mm256_shuffle_epi8(plane[0], nibbles), b = _mm256_shuffle_epi8(plane[1], nibbles);
+    const __m256i c = _mm256_shuffle_epi8(plane[2], nibbles), d = _mm256_shuffle_epi8(plane[3], nibbles);
+    const __m256i ab_low = _mm256_unpacklo_epi8(a, b), ab_high = _mm256_unpackhi_epi8(a, b);
+    const __m256i cd_low = _mm256_unpacklo_epi8(c, d), cd_high = _mm256_unpackhi_epi8(c, d);
+    v[0] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(ab_low, cd_low));
+    v[1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(ab_low, cd_low));
+    v[2] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(ab_high, cd_high));
+    v[3] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(ab_high, cd_high));
+  }
+
+  // Values before scaling; fp8: divided by 256 (scale() multiplies by it: both exact).
+  void values(const uint8_t* c, Vector v[8]) const {
+    if constexpr (four_bit(codes)) {
+      const __m256i mask = _mm256_set1_epi8(15);
+      const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(c));
+      half(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), v);
+      half(_mm256_and_si256(bytes, mask), v + 4);
+    } else {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(c + 8 * i));
+        if constexpr (codes == Codes::kInt8) {
+          v[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+        } else {
+          // e4m3 bits moved to fp16 mean value / 256, subnormals included; 0x7F is NaN there and must be here.
+          const __m128i wide = _mm_cvtepu8_epi16(bytes);
+          const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7F));
+          const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F)), _mm_set1_epi16(0x7E00));
+          const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(_mm_set1_epi16(0x7F), wide), 8);
+          v[i] = _mm256_cvtph_ps(_mm_or_si128(_mm_or_si128(sign, nan), _mm_slli_epi16(magnitude, 7)));
+        }
+      }
+    }
+  }
+
+  void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
+    values(c, v);
+    const Vector factor = scale(s, group);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) v[i] = _mm256_mul_ps(v[i], factor);
+  }
+};
+
+}  // namespace
+}  // namespace halfbyte::cpu

@@ -1,0 +1,171 @@
+// Vectors and decoders of `linear` for AVX-512 with bf16. Included once per ISA.
+#pragma once
+
+#include <immintrin.h>
+
+#include "linear_scales.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kGroup = 128;
+constexpr bool kHasBFloat16 = true;
+constexpr int kTileVectors = 4;  // the micro-kernel holds 6 x 4 sums, 4 vectors and 1 broadcast in 32 registers
+constexpr int kDirectTokens[2] = {8, 8};
+
+using Vector = __m512;
+
+struct Float32 {
+  static constexpr Compute kCompute = Compute::kFloat32;
+  static constexpr int kVectors = 8;
+  static constexpr int kUnitElements = 1;
+  using Values = __m512;
+  static Values load(const float* p) { return _mm512_loadu_ps(p); }
+  static Values broadcast(const float* p) { return _mm512_set1_ps(*p); }
+  static Vector multiply_add(Values a, Values b, Vector sum) { return _mm512_fmadd_ps(a, b, sum); }
+};
+
+// Two bf16 elements in each unit: vdpbf16ps adds both products to one fp32 sum.
+struct BFloat16Pairs {
+  static constexpr Compute kCompute = Compute::kBFloat16;
+  static constexpr int kVectors = 4;
+  static constexpr int kUnitElements = 2;
+  using Values = __m512i;
+  static Values load(const float* p) { return _mm512_loadu_si512(p); }
+  static Values broadcast(const float* p) {
+    int32_t pair;
+    memcpy(&pair, p, 4);
+    return _mm512_set1_epi32(pair);
+  }
+  static Vector multiply_add(Values a, Values b, Vector sum) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+};
+
+inline Vector zero_vector() { return _mm512_setzero_ps(); }
+inline Vector load_sums(const float* p) { return _mm512_loadu_ps(p); }
+inline void store_sums(float* p, Vector v) { _mm512_storeu_ps(p, v); }
+inline void store_values(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
+inline void store_values(float* p, __m512i v) { _mm512_storeu_si512(p, v); }
+inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline float horizontal_sum(Vector v) { return _mm512_reduce_add_ps(v); }
+
+// 4-bit groups come out as a permutation reads them from shifted registers: value j of lane i is nibble j of the i-th
+// dword (fp32) or word (bf16), the low nibble of a byte being the odd element.
+template <class Product, Codes codes>
+constexpr int element_at(int position) {
+  if (!four_bit(codes)) return position;
+  const int lanes = kLanes * Product::kUnitElements;
+  return kGroup / lanes * (position % lanes) + (position / lanes ^ 1);
+}
+
+// fp8 codes of 16 elements as fp32 values / 256: e4m3 bits moved to fp16 mean that, subnormals included.
+inline __m512 fp8_values(__m128i bytes) {
+  const __m256i wide = _mm256_cvtepi8_epi16(bytes);  // the sign fills the upper byte
+  const __m256i magnitude = _mm256_and_si256(wide, _mm256_set1_epi16(0x7F));
+  __m256i half = _mm256_or_si256(_mm256_and_si256(wide, _mm256_set1_epi16(int16_t(0x8000))), _mm256_slli_epi16(magnitude, 7));
+  half = _mm256_mask_mov_epi16(half, _mm256_cmpeq_epi16_mask(magnitude, _mm256_set1_epi16(0x7F)), _mm256_set1_epi16(0x7E00));
+  return _mm512_cvtph_ps(half);
+}
+
+template <class Product, Codes codes>
+struct Decoder {
+  using Scales = typename ScalesOf<codes>::Type;
+  static constexpr int kCodeBytes = four_bit(codes) ? kGroup / 2 : kGroup;
+  __m512 table;
+  __m512i spread;  // fp32 lane -> index of its scale among those from the group's first on
+
+  explicit Decoder(const RowLayout& l) {
+    if constexpr (four_bit(codes)) {
+      table = _mm512_loadu_ps(codebook(l.format));
+      const __m512i step = _mm512_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3, 3, 3);
+      spread = _mm512_srl_epi32(step, _mm_cvtsi32_si128(__builtin_ctzll(uint64_t(l.block_size)) - 5));
+    }
+  }
+
+  Vector scale(const Scales& s, int64_t group) const {
+    if constexpr (four_bit(codes)) {
+      return _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(_mm_loadu_ps(s.from(4 * group))));
+    } else {
+      return _mm512_set1_ps(codes == Codes::kFP8 ? s.value * 256.0f : s.value);
+    }
+  }
+
+  // Values before scaling; fp8: divided by 256 (scale() multiplies by it: both exact).
+  void values(const uint8_t* c, __m512 v[8]) const {
+    if constexpr (four_bit(codes)) {
+      // vpermps looks at the low 4 bits of a lane only: no mask.
+      const __m512i bytes = _mm512_loadu_si512(c);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) v[i] = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4 * i), table);
+    } else {
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(c + 16 * i));
+        if constexpr (codes == Codes::kInt8) v[i] = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+        else v[i] = fp8_values(bytes);
+      }
+    }
+  }
+
+  void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512 v[8]) const {
+    values(c, v);
+    const Vector factor = scale(s, group);
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) v[i] = _mm512_mul_ps(v[i], factor);
+  }
+
+  // Two blocks' codebooks times their scales, rounded to bf16: the values `dequantize` gives.
+  __m512i rounded_tables(float scale_low, float scale_high) const {
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_mul_ps(table, _mm512_set1_ps(scale_high)),
+                                                         _mm512_mul_ps(table, _mm512_set1_ps(scale_low))));
+  }
+
+  void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512i v[4]) const {
+    if constexpr (four_bit(codes)) {
+      const __m512i bytes = _mm512_loadu_si512(c), mask = _mm512_set1_epi16(15);
+      const int64_t step = 4 * group;
+      if constexpr (codes == Codes::kFourBit32) {
+        const __m512i low = rounded_tables(s.at(step), s.at(step + 1)), high = rounded_tables(s.at(step + 2), s.at(step + 3));
+        const __m512i base = _mm512_inserti64x4(_mm512_castsi256_si512(block_base(0, 16)), block_base(32, 48), 1);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const __m512i index = _mm512_ternarylogic_epi32(_mm512_srli_epi16(bytes, 4 * i), mask, base, 0xEA);  // (a & b) | c
+          v[i] = _mm512_permutex2var_epi16(low, index, high);
+        }
+      } else {
+        const __m512i both = rounded_tables(s.at(step), s.at(step + 2));
+        const __m512i base = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+          v[i] = _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(_mm512_srli_epi16(bytes, 4 * i), mask, base, 0xEA), both);
+      }
+    } else {
+      __m512 exact[8];
+      scaled(c, s, group, exact);
+#pragma GCC unroll 4
+      for (int i = 0; i < 4; ++i) v[i] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(exact[2 * i + 1], exact[2 * i]));
+    }
+  }
+
+  static __m256i block_base(int16_t low, int16_t high) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi16(low)), _mm_set1_epi16(high), 1);
+  }
+};
+
+// 128 columns of rows n (even) and n + 1 (odd) as pairs: column c of `out` holds both rows' elements. Order is kept.
+inline void interleave(const __m512i* even, const __m512i* odd, __m512i* out) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i low_even = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(even[i]));
+    const __m512i low_odd = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(odd[i]));
+    const __m512i high_even = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(even[i], 1));
+    const __m512i high_odd = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(odd[i], 1));
+    out[2 * i] = _mm512_or_si512(low_even, _mm512_slli_epi32(low_odd, 16));
+    out[2 * i + 1] = _mm512_or_si512(high_even, _mm512_slli_epi32(high_odd, 16));
+  }
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu

@@ -1,0 +1,78 @@
+// Vectors and decoders of `linear` in plain C++ (4 lanes: what every x86-64 and arm64 has). Included once per ISA.
+#pragma once
+
+#include "linear_scales.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+constexpr int kLanes = 4;
+constexpr int kGroup = 32;
+constexpr bool kHasBFloat16 = false;
+constexpr int kTileVectors = 2;    // the micro-kernel holds 6 x 2 sums, 2 vectors and 1 broadcast in 16 registers
+constexpr int kDirectTokens[2] = {4, 0};
+
+typedef float Vector __attribute__((vector_size(16)));
+
+// One product form: fp32 values, one per unit.
+struct Float32 {
+  static constexpr Compute kCompute = Compute::kFloat32;
+  static constexpr int kVectors = 8;       // vectors of decoded values in a group
+  static constexpr int kUnitElements = 1;
+  using Values = Vector;
+  static Values load(const float* p) {
+    Vector v;
+    memcpy(&v, p, sizeof v);
+    return v;
+  }
+  static Values broadcast(const float* p) { return Vector{*p, *p, *p, *p}; }
+  static Vector multiply_add(Values a, Values b, Vector sum) { return a * b + sum; }
+};
+using BFloat16Pairs = Float32;  // never dispatched to
+
+inline Vector zero_vector() { return Vector{}; }
+inline Vector load_sums(const float* p) { return Float32::load(p); }
+inline void store_sums(float* p, Vector v) { memcpy(p, &v, sizeof v); }
+inline void store_values(float* p, Vector v) { memcpy(p, &v, sizeof v); }
+inline float horizontal_sum(Vector v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+inline void prefetch(const void* p) { __builtin_prefetch(p); }
+
+// Position in the decode order -> element of the group.
+template <class Product, Codes codes>
+constexpr int element_at(int position) {
+  return position;
+}
+
+template <class Product, Codes codes>
+struct Decoder {
+  using Scales = typename ScalesOf<codes>::Type;
+  static constexpr int kCodeBytes = four_bit(codes) ? kGroup / 2 : kGroup;
+  const float* table;
+
+  explicit Decoder(const RowLayout& l) : table(codebook(l.format)) {}
+
+  static Vector scale(const Scales& s, int64_t group) {
+    float value;
+    if constexpr (four_bit(codes)) value = s.at(group);
+    else value = s.value;
+    return Vector{value, value, value, value};
+  }
+
+  // Values before scaling.
+  void values(const uint8_t* c, Vector v[8]) const {
+    for (int i = 0; i < kGroup; ++i) {
+      if constexpr (four_bit(codes)) v[i / 4][i % 4] = table[i % 2 ? c[i / 2] & 15 : c[i / 2] >> 4];
+      else if constexpr (codes == Codes::kInt8) v[i / 4][i % 4] = float(int8_t(c[i]));
+      else v[i / 4][i % 4] = fp8_to_float(c[i]);
+    }
+  }
+
+  void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
+    values(c, v);
+    const Vector factor = scale(s, group);
+    for (int i = 0; i < 8; ++i) v[i] = v[i] * factor;
+  }
+};
+
+}  // namespace
+}  // namespace halfbyte::cpu

@@ -1,0 +1,318 @@
+// linear: products of packed rows, decoded in registers or in a small panel, never as a dense weight. Included once per
+// ISA, after linear_decode_<isa>.h.
+//
+// Every output is one fp32 sum over K (forward) or N (backward) in a fixed order, whatever the tiling and the threads.
+// Legend: see linear_kernels.h; `codes` selects the decoder, `Product` the arithmetic.
+#pragma once
+
+#include "linear_pack.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+template <class T>
+inline void store_row(const float* sums, int64_t stride, int64_t count, const void* bias, void* data) {
+  T* out = static_cast<T*>(data);
+  const T* added = static_cast<const T*>(bias);
+  if (added) {
+    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i * stride] + to_float(added[i]));
+  } else {
+    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i * stride]);
+  }
+}
+
+// output[token, column : column + count] = sums[i * stride] + bias, rounded once.
+inline void store_output(const LinearOutput& o, int64_t token, int64_t column, const float* sums, int64_t stride, int64_t count) {
+  const int64_t size = o.dtype == DType::kFloat32 ? 4 : 2;
+  char* data = static_cast<char*>(o.data) + (token * o.stride + column) * size;
+  const char* bias = o.bias ? static_cast<const char*>(o.bias) + column * size : nullptr;
+  switch (o.dtype) {
+    case DType::kFloat32: store_row<float>(sums, stride, count, bias, data); break;
+    case DType::kBFloat16: store_row<BFloat16>(sums, stride, count, bias, data); break;
+    case DType::kFloat16: store_row<Float16>(sums, stride, count, bias, data); break;
+  }
+}
+
+// The last group of a row, where it is not a whole one: its codes, then zeros (a load past them could leave the tensor,
+// and an fp8 code of NaN there would outlive the product with a padding zero).
+template <Codes codes>
+struct TailCodes {
+  uint8_t bytes[kGroup];
+
+  void load(const uint8_t* row, const RowLayout& l, int64_t group) {
+    const int64_t at = four_bit(codes) ? group * kGroup / 2 : group * kGroup;
+    memset(bytes, 0, sizeof bytes);
+    memcpy(bytes, row + at, size_t(l.code_bytes - at));
+  }
+};
+
+// ---- direct: dot products of decoded registers with M activations, R rows at a time --------------------------------
+
+template <class Product, Codes codes, int M>
+inline void direct_group(const Decoder<Product, codes>& decoder, const uint8_t* c, const typename Decoder<Product, codes>::Scales& s,
+                         int64_t group, const float* x, Vector sum[M]) {
+  constexpr int kVectors = Product::kVectors;
+  typename Product::Values v[kVectors];
+  if constexpr (Product::kUnitElements == 1 && M < 4) {
+    // One multiplication by the scales for each token's group is cheaper than one for each decoded vector.
+    decoder.values(c, v);
+    const Vector factor = decoder.scale(s, group);
+#pragma GCC unroll 8
+    for (int m = 0; m < M; ++m) {
+      const float* p = x + m * kVectors * kLanes;
+      Vector even = Product::multiply_add(v[0], Product::load(p), zero_vector());
+      Vector odd = Product::multiply_add(v[1], Product::load(p + kLanes), zero_vector());
+#pragma GCC unroll 8
+      for (int i = 2; i < kVectors; i += 2) {
+        even = Product::multiply_add(v[i], Product::load(p + i * kLanes), even);
+        odd = Product::multiply_add(v[i + 1], Product::load(p + (i + 1) * kLanes), odd);
+      }
+      sum[m] = Product::multiply_add(factor, even + odd, sum[m]);
+    }
+  } else {
+    decoder.scaled(c, s, group, v);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors; ++i) {
+#pragma GCC unroll 8
+      for (int m = 0; m < M; ++m) sum[m] = Product::multiply_add(v[i], Product::load(x + (m * kVectors + i) * kLanes), sum[m]);
+    }
+  }
+}
+
+template <class Product, Codes codes, int R, int M>
+inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, const Decoder<Product, codes>& decoder,
+                        const float* x, const LinearOutput& output) {
+  using D = Decoder<Product, codes>;
+  constexpr int kGroupUnits = M * kGroup / Product::kUnitElements;  // of all tokens, side by side: one base address
+  Vector sum[R][M];
+  for (int r = 0; r < R; ++r)
+    for (int m = 0; m < M; ++m) sum[r][m] = zero_vector();
+  const uint8_t* base = packed + row * l.row_bytes;
+  for (int64_t start = 0; start < l.in_features; start += kStretch) {
+    const int64_t count = start + kStretch < l.in_features ? kStretch : l.in_features - start;
+    const int64_t groups = count / kGroup, first = start / kGroup;
+    typename D::Scales scales[R];
+    for (int r = 0; r < R; ++r) scales[r].load(base + r * l.row_bytes, l, start, count);
+    for (int64_t g = 0; g < groups; ++g) {
+      const float* p = x + (first + g) * kGroupUnits;
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) {
+        const uint8_t* c = base + r * l.row_bytes + (first + g) * D::kCodeBytes;
+        prefetch(c + R * l.row_bytes);  // the same place of the next rows
+        direct_group<Product, codes, M>(decoder, c, scales[r], g, p, sum[r]);
+      }
+    }
+    if (groups * kGroup < count) {
+      TailCodes<codes> tail;
+      for (int r = 0; r < R; ++r) {
+        tail.load(base + r * l.row_bytes, l, first + groups);
+        direct_group<Product, codes, M>(decoder, tail.bytes, scales[r], groups, x + (first + groups) * kGroupUnits, sum[r]);
+      }
+    }
+  }
+  for (int m = 0; m < M; ++m) {
+    float result[R];
+    for (int r = 0; r < R; ++r) result[r] = horizontal_sum(sum[r][m]);
+    store_output(output, m, row, result, 1, R);
+  }
+}
+
+template <class Product, Codes codes, int M>
+void direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units,
+            const LinearOutput& output) {
+  constexpr int R = kLanes < 16 ? 1 : M <= 2 ? 4 : 2;  // 16 registers hold one row's values and sums, 32 those of more
+  const Decoder<Product, codes> decoder(l);
+  const float* x = static_cast<const float*>(units);
+  int64_t row = row_begin;
+  for (; row + R <= row_end; row += R) direct_rows<Product, codes, R, M>(packed, row, l, decoder, x, output);
+  for (; row < row_end; ++row) direct_rows<Product, codes, 1, M>(packed, row, l, decoder, x, output);
+}
+
+// ---- micro-kernel: sums (R, G vectors) += a (R, units), broadcast, times b (units, G vectors) ------------------------
+
+template <class Product, int R, int G>
+inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first) {
+  Vector sum[R][G];
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) sum[r][g] = first ? zero_vector() : load_sums(sums + r * sums_stride + g * kLanes);
+  for (int64_t u = 0; u < units; ++u, b += G * kLanes) {
+    typename Product::Values v[G];
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) v[g] = Product::load(b + g * kLanes);
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r) {
+      const typename Product::Values w = Product::broadcast(a + r * a_stride + u);
+#pragma GCC unroll 4
+      for (int g = 0; g < G; ++g) sum[r][g] = Product::multiply_add(w, v[g], sum[r][g]);
+    }
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int g = 0; g < G; ++g) store_sums(sums + r * sums_stride + g * kLanes, sum[r][g]);
+}
+
+// Decoded groups [first, first + count) of one row, in decode order. A partial last group is filled up with anything finite
+// that its scale allows: the activations there are zero, or the columns are not stored.
+template <class Product, Codes codes>
+inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first, int64_t count, float* out) {
+  using D = Decoder<Product, codes>;
+  typename D::Scales scales;
+  const int64_t start = first * kGroup;
+  const int64_t length = start + count * kGroup < l.in_features ? count * kGroup : l.in_features - start;
+  scales.load(row, l, start, length);
+  typename Product::Values v[Product::kVectors];
+  const int64_t whole = length / kGroup;
+  for (int64_t g = 0; g < whole; ++g, out += Product::kVectors * kLanes) {
+    decoder.scaled(row + (first + g) * D::kCodeBytes, scales, g, v);
+#pragma GCC unroll 8
+    for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kLanes, v[i]);
+  }
+  if (whole * kGroup < length) {
+    TailCodes<codes> tail;
+    tail.load(row, l, first + whole);
+    decoder.scaled(tail.bytes, scales, whole, v);
+    for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kLanes, v[i]);
+  }
+}
+
+// ---- tiled forward: weights broadcast from a decoded panel, tokens in vectors ---------------------------------------
+
+constexpr int64_t kPanelRows = 96;    // x kPanelUnits x 4 bytes = 96 KiB, in L2 beside a tile of activations
+constexpr int64_t kPanelUnits = 256;
+constexpr int64_t kPanelStride = kPanelUnits + 16;  // rows 1 KiB apart would share L1 sets
+constexpr int64_t kSumsStride = kLinearTokens + 16;
+constexpr int kTileRows = 12;         // by 1 or 2 vectors; 6 by 4
+
+template <class Product>
+inline void tile_rows(int vectors, const float* a, const float* b, float* sums, int64_t units, bool first) {
+  constexpr bool kWide = kLanes == 16;  // 32 registers
+  if (vectors == 1) {
+    tile<Product, 12, 1>(a, kPanelStride, b, sums, kSumsStride, units, first);
+  } else if (vectors == 2 && kWide) {
+    tile<Product, kWide ? 12 : 1, 2>(a, kPanelStride, b, sums, kSumsStride, units, first);
+  } else {
+    constexpr int G = kWide ? 4 : 2;
+    for (int r = 0; r < 12; r += 6)
+      tile<Product, 6, G>(a + r * kPanelStride, kPanelStride, b, sums + r * kSumsStride, kSumsStride, units, first);
+  }
+}
+
+template <class Product, Codes codes>
+void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units, int64_t tokens,
+           const LinearOutput& output, void* scratch) {
+  constexpr int64_t kGroupUnits = kGroup / Product::kUnitElements;
+  constexpr int64_t kPanelGroups = kPanelUnits / kGroupUnits;
+  const Decoder<Product, codes> decoder(l);
+  float* panel = static_cast<float*>(scratch);
+  float* sums = panel + kPanelRows * kPanelStride;
+  const int64_t groups = padded_features(l) / kGroup;
+  for (int64_t n0 = row_begin; n0 < row_end; n0 += kPanelRows) {
+    const int64_t rows = n0 + kPanelRows < row_end ? kPanelRows : row_end - n0;
+    const int64_t rows_padded = round_up(rows, kTileRows);
+    for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
+      const int64_t count = g0 + kPanelGroups < groups ? kPanelGroups : groups - g0;
+      for (int64_t r = 0; r < rows; ++r)
+        decode_row<Product, codes>(decoder, packed + (n0 + r) * l.row_bytes, l, g0, count, panel + r * kPanelStride);
+      for (int64_t r = rows; r < rows_padded; ++r) memset(panel + r * kPanelStride, 0, size_t(4 * count * kGroupUnits));
+      for (int64_t m0 = 0; m0 < tokens;) {
+        const int vectors = tile_vectors(tokens - m0);
+        const float* b = static_cast<const float*>(units) + m0 * groups * kGroupUnits + g0 * kGroupUnits * vectors * kLanes;
+        for (int64_t r = 0; r < rows_padded; r += kTileRows)
+          tile_rows<Product>(vectors, panel + r * kPanelStride, b, sums + r * kSumsStride + m0, count * kGroupUnits, g0 == 0);
+        m0 += vectors * kLanes;
+      }
+    }
+    for (int64_t m = 0; m < tokens; ++m) store_output(output, m, n0, sums + m, kSumsStride, rows);
+  }
+}
+
+// ---- backward: gradients broadcast, columns of a decoded panel in vectors -------------------------------------------
+
+constexpr int64_t kColumnGroups = 256 / kGroup;     // columns of a panel
+constexpr int64_t kColumns = kColumnGroups * kGroup;
+constexpr int64_t kReduced = 128;                   // units of N in a panel: 128 KiB of it
+constexpr int64_t kBackwardSums = kColumns + 16;
+constexpr int64_t kSubtile = kTileVectors * kLanes;  // columns of one micro-kernel; panels are stored subtile by subtile
+
+template <class Product>
+inline void backward_tile(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums, int64_t units, bool first) {
+  constexpr int G = kTileVectors;
+  for (; tokens >= 6; tokens -= 6, a += 6 * a_stride, sums += 6 * kBackwardSums)
+    tile<Product, 6, G>(a, a_stride, b, sums, kBackwardSums, units, first);
+  switch (tokens) {
+    case 5: tile<Product, 5, G>(a, a_stride, b, sums, kBackwardSums, units, first); break;
+    case 4: tile<Product, 4, G>(a, a_stride, b, sums, kBackwardSums, units, first); break;
+    case 3: tile<Product, 3, G>(a, a_stride, b, sums, kBackwardSums, units, first); break;
+    case 2: tile<Product, 2, G>(a, a_stride, b, sums, kBackwardSums, units, first); break;
+    case 1: tile<Product, 1, G>(a, a_stride, b, sums, kBackwardSums, units, first); break;
+    default: break;
+  }
+}
+
+// Panel unit u (of kReduced) and column c lie at subtile c / kSubtile, then u, then c % kSubtile.
+template <class Product, Codes codes>
+inline void decode_columns(const Decoder<Product, codes>& decoder, const uint8_t* packed, int64_t rows, int64_t n0, int64_t units,
+                           const RowLayout& l, int64_t g0, int64_t groups, float* panel) {
+  constexpr int kElements = Product::kUnitElements;
+  alignas(64) float decoded[kElements][kColumns / kElements];
+  for (int64_t u = 0; u < units; ++u) {
+    for (int e = 0; e < kElements; ++e) {
+      const int64_t n = n0 + u * kElements + e;
+      if (n < rows) decode_row<Product, codes>(decoder, packed + n * l.row_bytes, l, g0, groups, decoded[e]);
+      else memset(decoded[e], 0, sizeof decoded[e]);
+    }
+    for (int64_t c = 0; c < groups * kGroup; c += 8 * kLanes) {
+      typename Product::Values v[8];
+      if constexpr (kElements == 2) {
+        typename Product::Values even[4], odd[4];
+        for (int i = 0; i < 4; ++i) {
+          even[i] = Product::load(decoded[0] + c / 2 + i * kLanes);
+          odd[i] = Product::load(decoded[1] + c / 2 + i * kLanes);
+        }
+        interleave(even, odd, v);
+      } else {
+        for (int i = 0; i < 8; ++i) v[i] = Product::load(decoded[0] + c + i * kLanes);
+      }
+      for (int i = 0; i < 8; ++i) {
+        const int64_t column = c + i * kLanes;
+        store_values(panel + (column / kSubtile * kReduced + u) * kSubtile + column % kSubtile, v[i]);
+      }
+    }
+  }
+}
+
+template <class Product, Codes codes>
+void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, const void* grad,
+              int64_t grad_stride, int64_t tokens, const LinearOutput& output, void* scratch) {
+  constexpr int kElements = Product::kUnitElements;
+  static constexpr Order<Product, codes> order;
+  const Decoder<Product, codes> decoder(l);
+  float* panel = static_cast<float*>(scratch);
+  float* sums = panel + kColumns * kReduced;
+  const int64_t reduced = (rows + kElements - 1) / kElements;
+  for (int64_t g0 = group_begin; g0 < group_end; g0 += kColumnGroups) {
+    const int64_t groups = g0 + kColumnGroups < group_end ? kColumnGroups : group_end - g0;
+    for (int64_t u0 = 0; u0 < reduced; u0 += kReduced) {
+      const int64_t units = u0 + kReduced < reduced ? kReduced : reduced - u0;
+      decode_columns<Product, codes>(decoder, packed, rows, u0 * kElements, units, l, g0, groups, panel);
+      for (int64_t c = 0; c < groups * kGroup; c += kSubtile)
+        backward_tile<Product>(tokens, static_cast<const float*>(grad) + u0, grad_stride, panel + c * kReduced, sums + c, units, u0 == 0);
+    }
+    for (int64_t m = 0; m < tokens; ++m) {
+      for (int64_t g = 0; g < groups; ++g) {
+        const int64_t column = (g0 + g) * kGroup;
+        const int64_t count = column + kGroup < l.in_features ? kGroup : l.in_features - column;
+        float natural[kGroup];
+        const float* decoded = sums + m * kBackwardSums + g * kGroup;
+        for (int i = 0; i < kGroup; ++i) natural[order.element[i]] = decoded[i];
+        store_output(output, m, column, natural, 1, count);
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu

@@ -1,0 +1,63 @@
+// The entries of `linear` in the table of CPU kernels (kernels.h): raw pointers only, no torch.
+//
+// Legend: M tokens, N rows of the weight (out_features), K in_features. A *unit* is 4 bytes: one float, or two bf16 where
+// the kernels multiply bf16 pairs. A *group* is the run of K that one decode step takes.
+#pragma once
+
+#include <stdint.h>
+
+#include "../formats.h"
+
+namespace halfbyte::cpu {
+
+// How products are computed. Accumulation is fp32 in both.
+enum class Compute : int32_t {
+  kFloat32 = 0,   // decoded weights exact in fp32
+  kBFloat16 = 1,  // decoded weights rounded to bf16, as in a dense bf16 layer; only where Kernels offer it
+};
+
+// Where a result goes: (M, columns) elements of `dtype`, rows `stride` elements apart.
+struct LinearOutput {
+  void* data;
+  const void* bias;  // (columns,) of `dtype`, added in fp32 before the one rounding; null: none
+  int64_t stride;
+  DType dtype;
+};
+
+struct LinearKernels {
+  bool has_bfloat16;        // Compute::kBFloat16 runs here
+  int32_t group;            // elements; prepared activations are padded with zeros to a multiple of it
+  int32_t lanes;            // tokens in one vector; prepared tiles are padded to a multiple of it
+  int32_t tile_tokens;      // tokens in one tile of prepare_tiled
+  int32_t direct_tokens[2];  // per Compute: up to this M the `direct` kernels are the faster ones
+  int64_t scratch_bytes;    // what `tiled` and `backward` need
+
+  // input (tokens, K) of `dtype` -> units (groups, tokens, group) in the order in which `direct` decodes a group.
+  void (*prepare_direct)(const void* input, DType dtype, int64_t tokens, const RowLayout& layout, Compute compute, void* units);
+
+  // output[:, row_begin:row_end] for prepared tokens (1 to direct_tokens), straight from the packed rows.
+  void (*direct)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
+                 const void* units, int64_t tokens, const LinearOutput& output);
+
+  // input (tokens, K) -> units, transposed: tile after tile of (padded K, tokens of the tile); tiles [tile_begin, tile_end).
+  void (*prepare_tiled)(const void* input, DType dtype, int64_t tokens, const RowLayout& layout, Compute compute,
+                        int64_t tile_begin, int64_t tile_end, void* units);
+
+  // output[:, row_begin:row_end] for up to kLinearTokens prepared tokens.
+  void (*tiled)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
+                const void* units, int64_t tokens, const LinearOutput& output, void* scratch);
+
+  // grad_output (tokens, rows) -> units (tokens, rows rounded up to whole units), where `backward` can't read it as it is.
+  void (*prepare_grad)(const void* grad_output, DType dtype, int64_t tokens, int64_t rows, Compute compute, void* units);
+
+  // output[:, group_begin * group : group_end * group] = grad (tokens, N) @ weight, for up to kLinearTokens tokens.
+  // grad: units with rows `grad_stride` units apart, an odd N padded with zero for bf16 pairs.
+  void (*backward)(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& layout,
+                   Compute compute, const void* grad, int64_t grad_stride, int64_t tokens, const LinearOutput& output,
+                   void* scratch);
+};
+
+// Tokens handled at once: 512 x 96 partial sums fit L2, and decoding a weight costs under 1 % of 512 multiplications.
+inline constexpr int64_t kLinearTokens = 512;
+
+}  // namespace halfbyte::cpu

@@ -1,0 +1,115 @@
+// Activations in the order in which the decoders of this ISA give weights. Included once per ISA, after linear_decode_*.h.
+#pragma once
+
+#include "linear_kernels.h"
+#include "simd/scalar.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+inline int64_t padded_features(const RowLayout& l) { return round_up(l.in_features, kGroup); }
+
+// One element of a unit.
+template <class Product>
+struct UnitElement {
+  using Type = float;
+};
+#if defined(__AVX512BF16__)
+template <>
+struct UnitElement<BFloat16Pairs> {
+  using Type = BFloat16;
+};
+#endif
+
+inline void convert(float& to, float from) { to = from; }
+inline void convert(float& to, BFloat16 from) { to = to_float(from); }
+inline void convert(float& to, Float16 from) { to = to_float(from); }
+inline void convert(BFloat16& to, BFloat16 from) { to = from; }
+inline void convert(BFloat16& to, float from) { to = from_float<BFloat16>(from); }
+inline void convert(BFloat16& to, Float16 from) { to = from_float<BFloat16>(to_float(from)); }
+
+template <class Product, Codes codes>
+struct Order {
+  uint8_t element[kGroup];
+  constexpr Order() : element() {
+    for (int i = 0; i < kGroup; ++i) element[i] = uint8_t(element_at<Product, codes>(i));
+  }
+};
+
+// (tokens, K) -> (groups, tokens, group) in decode order, the last group filled up with zeros.
+template <class Product, Codes codes, class T>
+void pack_direct(const T* input, int64_t tokens, const RowLayout& l, void* units) {
+  using E = typename UnitElement<Product>::Type;
+  static constexpr Order<Product, codes> order;
+  const int64_t K = l.in_features, padded = padded_features(l);
+  E* out = static_cast<E*>(units);
+  for (int64_t start = 0; start < padded; start += kGroup) {
+    for (int64_t m = 0; m < tokens; ++m, out += kGroup) {
+      const T* x = input + m * K + start;
+      if (start + kGroup <= K) {
+        for (int i = 0; i < kGroup; ++i) convert(out[i], x[order.element[i]]);
+      } else {
+        for (int i = 0; i < kGroup; ++i) {
+          if (start + order.element[i] < K) convert(out[i], x[order.element[i]]);
+          else convert(out[i], 0.0f);
+        }
+      }
+    }
+  }
+}
+
+// Tiles of tokens: as many vectors as the micro-kernel can hold, fewer at the end.
+constexpr int tile_vectors(int64_t tokens_left) {
+  if (kTileVectors == 4 && tokens_left > 3 * kLanes) return 4;
+  return tokens_left > kLanes ? 2 : 1;
+}
+
+inline int64_t tile_start(int64_t tile) { return tile * kTileVectors * kLanes; }
+
+// (tokens, K) -> for each tile (padded K in units, tokens of the tile), in decode order. Tiles are counted in full ones; the
+// last may be split into narrower ones.
+template <class Product, Codes codes, class T>
+void pack_tiled(const T* input, int64_t tokens, const RowLayout& l, int64_t tile_begin, int64_t tile_end, void* units) {
+  using E = typename UnitElement<Product>::Type;
+  constexpr int kElements = Product::kUnitElements;
+  static constexpr Order<Product, codes> order;
+  const int64_t K = l.in_features, padded = padded_features(l);
+  const int64_t end = tile_start(tile_end) < tokens ? tile_start(tile_end) : tokens;
+  for (int64_t m0 = tile_start(tile_begin); m0 < end;) {
+    const int width = tile_vectors(tokens - m0) * kLanes;
+    E* tile = static_cast<E*>(units) + m0 * padded;
+    for (int64_t start = 0; start < padded; start += kGroup) {
+      for (int m = 0; m < width; ++m) {
+        const T* row = input + (m0 + m) * K + start;
+        E* out = tile + (start / kElements * width + m) * kElements;
+        if (m0 + m < tokens && start + kGroup <= K) {
+          for (int i = 0; i < kGroup / kElements; ++i)
+            for (int e = 0; e < kElements; ++e) convert(out[i * width * kElements + e], row[order.element[i * kElements + e]]);
+        } else {
+          for (int i = 0; i < kGroup / kElements; ++i)
+            for (int e = 0; e < kElements; ++e) {
+              const int64_t k = order.element[i * kElements + e];
+              E& to = out[i * width * kElements + e];
+              if (m0 + m < tokens && start + k < K) convert(to, row[k]);
+              else convert(to, 0.0f);
+            }
+        }
+      }
+    }
+    m0 += width;
+  }
+}
+
+// (tokens, rows) -> (tokens, rows rounded up to whole units), order kept.
+template <class Product, class T>
+void pack_grad(const T* grad, int64_t tokens, int64_t rows, void* units) {
+  using E = typename UnitElement<Product>::Type;
+  E* out = static_cast<E*>(units);
+  for (int64_t m = 0; m < tokens; ++m, grad += rows) {
+    for (int64_t n = 0; n < rows; ++n) convert(*out++, grad[n]);
+    if (rows % Product::kUnitElements) convert(*out++, 0.0f);
+  }
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu

@@ -1,0 +1,116 @@
+// Run-time arguments -> instances of linear_kernel.h, and their table. Included once per ISA.
+#pragma once
+
+#include "linear_kernel.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+template <Codes value>
+struct CodesTag {
+  static constexpr Codes kCodes = value;
+};
+
+// body(Product{}, CodesTag<codes>{}) for the format and the arithmetic.
+template <class Product, class Body>
+inline void with_codes(const RowLayout& l, const Body& body) {
+  if (l.format == kInt8) body(Product{}, CodesTag<Codes::kInt8>{});
+  else if (l.format == kFP8) body(Product{}, CodesTag<Codes::kFP8>{});
+  else if (l.block_size == 32) body(Product{}, CodesTag<Codes::kFourBit32>{});
+  else body(Product{}, CodesTag<Codes::kFourBit>{});
+}
+template <class Body>
+inline void with_product(Compute compute, const RowLayout& l, const Body& body) {
+  if (kHasBFloat16 && compute == Compute::kBFloat16) with_codes<BFloat16Pairs>(l, body);
+  else with_codes<Float32>(l, body);
+}
+
+// body(const T*) for the element type.
+template <class Body>
+inline void with_input(const void* input, DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32: body(static_cast<const float*>(input)); break;
+    case DType::kBFloat16: body(static_cast<const BFloat16*>(input)); break;
+    case DType::kFloat16: body(static_cast<const Float16*>(input)); break;
+  }
+}
+
+void linear_prepare_direct(const void* input, DType dtype, int64_t tokens, const RowLayout& l, Compute compute, void* units) {
+  with_product(compute, l, [&]<class P, class C>(P, C) {
+    with_input(input, dtype, [&]<class T>(const T* x) { pack_direct<P, C::kCodes>(x, tokens, l, units); });
+  });
+}
+
+void linear_prepare_tiled(const void* input, DType dtype, int64_t tokens, const RowLayout& l, Compute compute, int64_t tile_begin,
+                          int64_t tile_end, void* units) {
+  with_product(compute, l, [&]<class P, class C>(P, C) {
+    with_input(input, dtype, [&]<class T>(const T* x) { pack_tiled<P, C::kCodes>(x, tokens, l, tile_begin, tile_end, units); });
+  });
+}
+
+void linear_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, Compute compute, const void* units,
+                   int64_t tokens, const LinearOutput& output) {
+  with_product(compute, l, [&]<class P, class C>(P, C) {
+    constexpr Codes codes = C::kCodes;
+    switch (tokens) {
+      case 1: direct<P, codes, 1>(packed, row_begin, row_end, l, units, output); break;
+      case 2: direct<P, codes, 2>(packed, row_begin, row_end, l, units, output); break;
+      case 3: direct<P, codes, 3>(packed, row_begin, row_end, l, units, output); break;
+      case 4: direct<P, codes, 4>(packed, row_begin, row_end, l, units, output); break;
+      default: break;
+    }
+    if constexpr (kDirectTokens[0] > 4) {
+      switch (tokens) {
+        case 5: direct<P, codes, 5>(packed, row_begin, row_end, l, units, output); break;
+        case 6: direct<P, codes, 6>(packed, row_begin, row_end, l, units, output); break;
+        case 7: direct<P, codes, 7>(packed, row_begin, row_end, l, units, output); break;
+        case 8: direct<P, codes, 8>(packed, row_begin, row_end, l, units, output); break;
+        default: break;
+      }
+    }
+  });
+}
+
+void linear_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, Compute compute, const void* units,
+                  int64_t tokens, const LinearOutput& output, void* scratch) {
+  with_product(compute, l, [&]<class P, class C>(P, C) {
+    tiled<P, C::kCodes>(packed, row_begin, row_end, l, units, tokens, output, scratch);
+  });
+}
+
+void linear_prepare_grad(const void* grad, DType dtype, int64_t tokens, int64_t rows, Compute compute, void* units) {
+  with_input(grad, dtype, [&]<class T>(const T* g) {
+    if (kHasBFloat16 && compute == Compute::kBFloat16) pack_grad<BFloat16Pairs>(g, tokens, rows, units);
+    else pack_grad<Float32>(g, tokens, rows, units);
+  });
+}
+
+void linear_backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, Compute compute,
+                     const void* grad, int64_t grad_stride, int64_t tokens, const LinearOutput& output, void* scratch) {
+  with_product(compute, l, [&]<class P, class C>(P, C) {
+    backward<P, C::kCodes>(packed, rows, group_begin, group_end, l, grad, grad_stride, tokens, output, scratch);
+  });
+}
+
+constexpr LinearKernels linear_kernels() {
+  constexpr int64_t forward = kPanelRows * (kPanelStride + kSumsStride);
+  constexpr int64_t reverse = kColumns * kReduced + kLinearTokens * kBackwardSums;
+  LinearKernels k{};
+  k.has_bfloat16 = kHasBFloat16;
+  k.group = kGroup;
+  k.lanes = kLanes;
+  k.tile_tokens = kTileVectors * kLanes;
+  k.direct_tokens[0] = kDirectTokens[0];
+  k.direct_tokens[1] = kDirectTokens[1];
+  k.scratch_bytes = 4 * (forward > reverse ? forward : reverse);
+  k.prepare_direct = linear_prepare_direct;
+  k.direct = linear_direct;
+  k.prepare_tiled = linear_prepare_tiled;
+  k.tiled = linear_tiled;
+  k.prepare_grad = linear_prepare_grad;
+  k.backward = linear_backward;
+  return k;
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu

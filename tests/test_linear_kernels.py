@@ -1,0 +1,296 @@
+"""linear and linear_backward_input on the CPU against fp64, for every format, ISA and awkward size.
+
+The bound. Sums are fp32 with a fixed order, so the computed sum of n products is within (n + c) * 2^-24 * sum |x| |w| of
+the exact one (c: the product with the scale, the bias, the lanes' own sum). Where bf16 inputs multiply in bf16 pairs, each
+weight is rounded to bf16 first, as a dense bf16 layer would store it: 2^-8 * sum |x| |w| more. The output is rounded once:
+2^-8 (bf16) or 2^-11 (fp16) of itself, and fp16 has subnormals.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+import halfbyte  # noqa: F401  (loads the ops)
+
+ROOT = Path(__file__).resolve().parent.parent
+if not hasattr(torch.ops.halfbyte, "linear"):
+    torch.ops.load_library(str(ROOT / "halfbyte" / "lib" / "libhalfbyte_cpu.so"))
+ops = torch.ops.halfbyte
+
+ISA_NAMES = ("scalar", "avx2", "avx512", "amx")
+NF4, FP4, NF4_DQ, FP4_DQ, INT8, FP8 = range(6)
+FORMATS = (
+    [(NF4, b) for b in (32, 64, 128, 256, 512, 1024, 2048, 4096)]
+    + [(NF4_DQ, b) for b in (32, 64, 128, 4096)]
+    + [(FP4, 32), (FP4, 64), (FP4_DQ, 32), (FP4_DQ, 64), (INT8, 0), (FP8, 0)]
+)
+FEATURES = (1, 63, 65, 100, 576, 4304)
+TOKENS = (0, 1, 2, 3, 4, 5, 16, 17, 64, 130)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def make(rows: int, K: int, format: int, block_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """packed (rows, row_bytes) and its values (rows, K) in fp64."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, K, generator=generator) * torch.randn(rows, 1, generator=generator).exp()
+    packed = ops.quantize(weight, format, block_size)
+    return packed, ops.dequantize(packed, format, block_size, K, torch.float32).double()
+
+
+class Exact:
+    """a (M, n) @ b (n, columns) + bias in fp64, and the bound of the module's docstring for results of a's dtype."""
+
+    def __init__(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+        dtype, a = a.dtype, a.double()
+        self.value, size = a @ b, a.abs() @ b.abs()
+        if bias is not None:
+            self.value, size = self.value + bias.double(), size + bias.double().abs()
+        bound = size * ((a.shape[-1] + 8) * 2.0**-24 + (2.0**-8 if dtype is torch.bfloat16 else 0.0))
+        self.bound = bound * (1 + ROUNDING[dtype]) + self.value.abs() * ROUNDING[dtype]
+        self.bound += 2.0**-25 if dtype is torch.float16 else 2.0**-100
+
+    def check(self, got: torch.Tensor) -> None:
+        """`got` are the results of the first len(got) tokens."""
+        M = len(got)
+        excess = (got.double() - self.value[:M]).abs() - self.bound[:M]
+        assert got.isfinite().all() and (excess <= 0).all(), f"excess {excess.max().item():.3g} at {tuple(got.shape)}, {got.dtype}"
+
+
+def assert_within(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
+    Exact(a, b, bias).check(got)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Many tiny fp64 products are faster so; threads have their own test."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def tokens_like(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("K", FEATURES)
+@pytest.mark.parametrize(("format", "block_size"), FORMATS)
+def test_values(format: int, block_size: int, K: int) -> None:
+    rows = 37  # odd, and not a multiple of any tile
+    packed, weight = make(rows, K, format, block_size)
+    for dtype in DTYPES:
+        x, grad, bias = tokens_like((130, K), dtype), tokens_like((130, rows), dtype, seed=3), tokens_like((rows,), dtype, seed=2)
+        plain, biased, reverse = Exact(x, weight.T), Exact(x, weight.T, bias), Exact(grad, weight)
+        for M in TOKENS:
+            y = ops.linear(x[:M], packed, bias if M % 2 else None, format, block_size, K)
+            assert y.shape == (M, rows) and y.dtype is dtype
+            (biased if M % 2 else plain).check(y)
+            back = ops.linear_backward_input(grad[:M], packed, format, block_size, K)
+            assert back.shape == (M, K) and back.dtype is dtype
+            reverse.check(back)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("format", "block_size"), [(NF4, 64), (NF4_DQ, 128), (FP8, 0)])
+def test_more_than_one_block_of_everything(format: int, block_size: int, dtype: torch.dtype) -> None:
+    M, rows, K = 600, 301, 700  # tokens > 512, rows > 2 panels of 96, several panels of columns and of the reduction
+    packed, weight = make(rows, K, format, block_size)
+    x, grad = tokens_like((M, K), dtype), tokens_like((M, rows), dtype)
+    assert_within(ops.linear(x, packed, None, format, block_size, K), x, weight.T)
+    assert_within(ops.linear_backward_input(grad, packed, format, block_size, K), grad, weight)
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_every_small_number_of_tokens() -> None:
+    K, rows = 200, 29
+    packed, weight = make(rows, K, NF4, 64)
+    for dtype in (torch.float32, torch.bfloat16):
+        x, grad = tokens_like((70, K), dtype), tokens_like((70, rows), dtype)
+        forward, reverse = Exact(x, weight.T), Exact(grad, weight)
+        for M in range(1, 70):
+            forward.check(ops.linear(x[:M], packed, None, NF4, 64, K))
+            reverse.check(ops.linear_backward_input(grad[:M], packed, NF4, 64, K))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
+    rows, K = 523, 1100
+    packed, _ = make(rows, K, NF4, 64)
+    before = torch.get_num_threads()
+    try:
+        for M in (1, 3, 7, 40, 700):
+            x, grad = tokens_like((M, K), dtype), tokens_like((M, rows), dtype)
+            results = []
+            for threads in (1, 2, 3, 5):
+                torch.set_num_threads(threads)
+                results.append(
+                    (ops.linear(x, packed, None, NF4, 64, K), ops.linear_backward_input(grad, packed, NF4, 64, K))
+                )
+            for y, back in results[1:]:
+                assert torch.equal(y, results[0][0]) and torch.equal(back, results[0][1])
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("format", "block_size"), [(NF4, 64), (NF4_DQ, 32), (INT8, 0), (FP8, 0)])
+def test_nan_stays_where_it_belongs(format: int, block_size: int, dtype: torch.dtype) -> None:
+    rows, K, bad = 30, 150, 11
+    weight = tokens_like((rows, K), torch.float32)
+    clean = ops.quantize(weight, format, block_size)
+    weight[bad, 140] = float("nan")
+    packed = ops.quantize(weight, format, block_size)
+    others = [n for n in range(rows) if n != bad]
+    columns = ops.dequantize(packed, format, block_size, K, torch.float32)[bad].isnan()
+    assert columns[140]
+    for M in (1, 6, 40):
+        x, grad = tokens_like((M, K), dtype), tokens_like((M, rows), dtype)
+        y = ops.linear(x, packed, None, format, block_size, K)
+        assert y[:, bad].isnan().all()
+        assert torch.equal(y[:, others], ops.linear(x, clean, None, format, block_size, K)[:, others])
+        back = ops.linear_backward_input(grad, packed, format, block_size, K)
+        assert torch.equal(back.isnan(), columns.expand(M, K))
+        if M > 1:  # a NaN token spoils its own outputs only
+            x2, grad2 = x.clone(), grad.clone()
+            x2[2, 149] = grad2[2, rows - 1] = float("nan")
+            y2 = ops.linear(x2, clean, None, format, block_size, K)
+            back2 = ops.linear_backward_input(grad2, clean, format, block_size, K)
+            keep = [m for m in range(M) if m != 2]
+            assert y2[2].isnan().all() and back2[2].isnan().all()
+            assert torch.equal(y2[keep], ops.linear(x, clean, None, format, block_size, K)[keep])
+            assert torch.equal(back2[keep], ops.linear_backward_input(grad, clean, format, block_size, K)[keep])
+
+
+def test_fp8_nan_codes_decode_to_nan() -> None:
+    packed, _ = make(3, 128, FP8, 0)
+    packed[1, 5] = 0xFF  # never written by quantize
+    for dtype in (torch.float32, torch.bfloat16):
+        for M in (1, 20):
+            y = ops.linear(tokens_like((M, 128), dtype), packed, None, FP8, 0, 128)
+            assert y[:, 1].isnan().all() and y[:, ::2].isfinite().all()
+
+
+def test_shapes_strides_and_empties() -> None:
+    K, rows = 100, 9
+    packed, weight = make(rows, K, NF4, 64)
+    x = tokens_like((2, 3, K), torch.float32)
+    assert ops.linear(x, packed, None, NF4, 64, K).shape == (2, 3, rows)
+    assert ops.linear(x[0, 0], packed, None, NF4, 64, K).shape == (rows,)
+    assert ops.linear(x[:0], packed, None, NF4, 64, K).shape == (0, 3, rows)
+    assert ops.linear(x, packed[:0], None, NF4, 64, K).shape == (2, 3, 0)
+    assert ops.linear_backward_input(x[..., :rows], packed, NF4, 64, K).shape == (2, 3, K)
+    assert torch.equal(ops.linear_backward_input(x[..., :0], packed[:0], NF4, 64, K), torch.zeros(2, 3, K))
+    strided = tokens_like((K, 6), torch.float32).T
+    assert_within(ops.linear(strided, packed[::2], None, NF4, 64, K), strided, weight[::2].T)
+    spread = torch.zeros(rows, 2 * packed.shape[1], dtype=torch.uint8)
+    spread[:, 1 : 1 + packed.shape[1]] = packed
+    assert_within(ops.linear(strided, spread[:, 1 : 1 + packed.shape[1]], None, NF4, 64, K), strided, weight.T)
+    one_off = torch.cat([torch.zeros(1, dtype=torch.uint8), packed.flatten()])[1:].view_as(packed)  # no alignment at all
+    bias = tokens_like((2 * rows,), torch.float32)[::2]
+    assert_within(ops.linear(strided, one_off, bias, NF4, 64, K), strided, weight.T, bias)
+
+
+def test_no_autograd_inside() -> None:
+    packed, _ = make(8, 64, NF4, 64)
+    x = tokens_like((64, 5), torch.float32).T.requires_grad_()  # not contiguous: the kernel copies it
+    for y in (ops.linear(x, packed, None, NF4, 64, 64), ops.linear_backward_input(x[:, :8], packed, NF4, 64, 64)):
+        assert y.grad_fn is None or "NotImplemented" in y.grad_fn.name()
+    assert torch.is_grad_enabled()
+
+
+def test_errors_name_the_argument() -> None:
+    packed, _ = make(8, 64, NF4, 64)
+    x = tokens_like((2, 64), torch.float32)
+    with pytest.raises(ValueError, match=r"halfbyte::linear: input's last dimension must be in_features=64, got shape \(2, 32\)"):
+        ops.linear(x[:, :32], packed, None, NF4, 64, 64)
+    with pytest.raises(ValueError, match=r"halfbyte::linear: bias must have shape \(8,\), got \(9,\)"):
+        ops.linear(x, packed, torch.zeros(9), NF4, 64, 64)
+    with pytest.raises(ValueError, match="bias must have input's dtype float32, got bfloat16"):
+        ops.linear(x, packed, torch.zeros(8, dtype=torch.bfloat16), NF4, 64, 64)
+    with pytest.raises(ValueError, match="was it quantized with another format"):
+        ops.linear(x, packed, None, INT8, 0, 64)
+    with pytest.raises(ValueError, match="grad_output's last dimension must be out_features=8"):
+        ops.linear_backward_input(x, packed, NF4, 64, 64)
+    with pytest.raises(ValueError, match="input must be float32, bfloat16 or float16, got float64"):
+        ops.linear(x.double(), packed, None, NF4, 64, 64)
+
+
+def _peak_kib() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("VmHWM:")[1].split()[0])
+
+
+def test_workspace_is_bounded_and_released() -> None:
+    ops.clear_workspace()
+    assert ops.workspace_bytes() == 0
+    K, copies = 1024, 64
+    packed, _ = make(256, K, NF4, 64)
+    packed = packed.repeat(copies, 1)  # 16384 rows: 64 MiB as fp32
+    x, grad = tokens_like((8, K), torch.float32), tokens_like((8, 256 * copies), torch.float32)
+    if Path("/proc/self/clear_refs").exists():
+        Path("/proc/self/clear_refs").write_text("5")  # VmHWM = what is resident now
+        before = _peak_kib()
+    for _ in range(2):
+        for tokens in (1, 8, 40):
+            ops.linear(x[:1].expand(tokens, K), packed, None, NF4, 64, K)
+            ops.linear_backward_input(grad[:1].expand(tokens, -1), packed, NF4, 64, K)
+    kept = ops.workspace_bytes()
+    assert 0 < kept <= torch.get_num_threads() * 4 * 2**20
+    if Path("/proc/self/clear_refs").exists():
+        assert _peak_kib() - before < 24 * 1024, "a dense weight would be 64 MiB"
+    ops.clear_workspace()
+    assert ops.workspace_bytes() == 0
+    assert ops.linear(x, packed, None, NF4, 64, K).isfinite().all()
+
+
+def test_concurrent_calls_and_clears() -> None:
+    K, rows = 300, 120
+    packed, _ = make(rows, K, NF4, 64)
+    x = tokens_like((40, K), torch.float32)
+    expected = ops.linear(x, packed, None, NF4, 64, K)
+    wrong: list[str] = []
+    done = threading.Event()
+
+    def call() -> None:
+        for _ in range(30):
+            if not torch.equal(ops.linear(x, packed, None, NF4, 64, K), expected):
+                wrong.append("differs")
+
+    def clear() -> None:
+        while not done.is_set():
+            ops.clear_workspace()
+
+    callers = [threading.Thread(target=call) for _ in range(3)]
+    clearer = threading.Thread(target=clear)
+    for thread in (*callers, clearer):
+        thread.start()
+    for thread in callers:
+        thread.join()
+    done.set()
+    clearer.join()
+    assert not wrong
+    ops.clear_workspace()
+    assert ops.workspace_bytes() == 0  # ended threads took theirs along
+
+
+@pytest.mark.skipif("HALFBYTE_CPU_ISA" in os.environ, reason="one ISA was asked for")
+@pytest.mark.parametrize("isa", ISA_NAMES[:3])
+def test_forced_isa(isa: str) -> None:
+    """This whole file again on an ISA that the CPU has but would not choose."""
+    if isa == ISA_NAMES[ops.cpu_isa()]:
+        return  # the run that is going on
+    if ISA_NAMES.index(isa) > ops.cpu_isa():
+        pytest.skip("this CPU does not have it")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--import-mode=importlib", __file__]
+    run = subprocess.run(command, cwd=ROOT, env={**os.environ, "HALFBYTE_CPU_ISA": isa}, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
