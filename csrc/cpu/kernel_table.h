@@ -3,6 +3,7 @@
 
 #include "dequantize_kernel.h"
 #include "kernels.h"
+#include "optimizer_kernel.h"
 #include "quantize_kernel.h"
 
 namespace halfbyte::cpu {
@@ -13,6 +14,7 @@ const Kernels* kernel_table(const char* isa) {
   table.isa = isa;
   table.quantize_rows = quantize_rows;
   table.dequantize_rows = dequantize_rows;
+  table.optimizer = optimizer::kernels();
   return &table;
 }
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../formats.h"
+#include "optimizer.h"
 
 namespace halfbyte::cpu {
 
@@ -20,6 +21,8 @@ struct Kernels {
   // bypass the caches.
   void (*dequantize_rows)(const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype, void* output,
                           bool stream);
+
+  OptimizerKernels optimizer;
 };
 
 }  // namespace halfbyte::cpu
