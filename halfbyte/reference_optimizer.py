@@ -1,7 +1,7 @@
 """The slow oracle of the 8-bit optimizers: the dynamic map, its codec and every update rule, written from the rules.
 
-Everything is numpy in fp32 with one rounding per written operation; ``fma`` rounds once. Subnormal numbers count as zero
-throughout: an operand or a result below 2**-126 in magnitude is a zero of its sign. Kernels must give the same bits.
+Everything is numpy in fp32 with one rounding per written operation; ``fma`` rounds once. Subnormal numbers count as
+zero throughout: an operand or a result below 2**-126 in magnitude is a zero of its sign. Kernels must give these bits.
 
 Source: the rules are those of ``torch.optim`` (order of weight decay, dampening, nesterov) and of Chen et al. 2023
 (arXiv:2302.06675) for Lion; block-wise dynamic quantization is Dettmers et al. 2022 (arXiv:2110.02861).
@@ -9,14 +9,15 @@ Source: the rules are those of ``torch.optim`` (order of weight decay, dampening
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-Array = npt.NDArray[np.float32]
+Array = Any  # fp32, any shape; also an fp32 scalar
 Codes = npt.NDArray[np.uint8]
 Rule = Literal["adamw", "adam", "lion", "sgd"]
 
@@ -27,7 +28,7 @@ _SMALLEST_NORMAL = np.float32(2.0**-126)
 
 def flush(x: Array) -> Array:
     """Subnormal numbers of ``x`` as zeros of their sign."""
-    return np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0), x), x).astype(np.float32)
+    return np.asarray(np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0), x), x), np.float32)
 
 
 def fma(a: Array, b: Array, c: Array) -> Array:
@@ -46,6 +47,7 @@ def fma(a: Array, b: Array, c: Array) -> Array:
         return flush(odd.reshape(np.shape(total)).astype(np.float32))
 
 
+@functools.cache
 def dynamic_map(signed: bool) -> Array:
     """The 256 values of the map, by code, ascending (see docs/formats.md)."""
     values = []
@@ -56,7 +58,7 @@ def dynamic_map(signed: bool) -> Array:
         elif (signed and m == 0) or (not signed and code == 0):
             values.append(np.float32(0))
         else:
-            e = int(math.floor(math.log2(m)))
+            e = math.floor(math.log2(m))
             p = 10.0 ** (e - 6) if signed else 10.0 ** (e - 7)
             slope, offset = np.float32(0.9 * p / 2**e), np.float32(p * (0.45 / 2**e - 0.8))
             value = fma(np.float32(m), slope, offset)
@@ -91,7 +93,9 @@ def encode_block(x: Array, signed: bool) -> tuple[Codes, np.float32]:
     normalized = flush(scaled * (np.float32(1) / (absmax * quarter)))
     codes = nearest_code(normalized, signed)
     if not signed:
-        codes = np.where(scaled > 0, np.maximum(codes, 1), 0).astype(np.uint8)  # positive although the product underflowed
+        codes = np.where(scaled > 0, np.maximum(codes, 1), 0).astype(
+            np.uint8
+        )  # positive although the product underflowed
     return codes, absmax
 
 
@@ -169,6 +173,7 @@ class State:
 
     @staticmethod
     def zeros(shape: tuple[int, ...], rule: Rule) -> State:
+        """State before the first step of a parameter of this shape."""
         rows, _, blocks = num_blocks(shape)
         signs = (True, False) if rule in ("adamw", "adam") else (True,)
         return State(
@@ -177,13 +182,15 @@ class State:
         )
 
 
-def update(rule: Rule, param: Array, grad: Array, moments: list[Array], h: Hyper, step: int) -> tuple[Array, list[Array]]:
+def update(
+    rule: Rule, param: Array, grad: Array, moments: list[Array], h: Hyper, step: int
+) -> tuple[Array, list[Array]]:
     """One step of one block on stored moments: returns the new parameter (before its rounding) and the new moments.
 
     ``moments`` are pairs folded already: ``(map values, scale)`` per moment, because ``scale * beta`` is one product.
     """
     f = np.float32
-    (first, first_scale), *rest = moments  # type: ignore[misc]
+    (first, first_scale), *rest = moments
     param = flush(param)
     g = flush(grad * f((-1.0 if h.maximize else 1.0) / h.grad_scale))
     if rule in ("adam", "sgd") and h.weight_decay != 0:
@@ -193,7 +200,7 @@ def update(rule: Rule, param: Array, grad: Array, moments: list[Array], h: Hyper
         return fma(values, flush(f(scale) * f(keep)), term)
 
     if rule in ("adamw", "adam"):
-        (second, second_scale), = rest  # type: ignore[misc]
+        ((second, second_scale),) = rest
         m = mix(first, first_scale, h.beta1, flush(g * f(1 - h.beta1)))
         v = mix(second, second_scale, h.beta2, flush(flush(g * g) * f(1 - h.beta2)))
         factor = f(1 / math.sqrt(1 - h.beta2**step))
@@ -210,9 +217,7 @@ def update(rule: Rule, param: Array, grad: Array, moments: list[Array], h: Hyper
     return fma(f(-h.lr), direction, param), [m]
 
 
-def step(
-    rule: Rule, param: Array, grad: Array, state: State, h: Hyper, count: int
-) -> tuple[Array, State]:
+def step(rule: Rule, param: Array, grad: Array, state: State, h: Hyper, count: int) -> tuple[Array, State]:
     """One step of a whole parameter (fp32 arrays of any shape): the new fp32 parameter and the new state."""
     rows, length, blocks = num_blocks(param.shape)
     new = State([c.copy() for c in state.codes], [s.copy() for s in state.scales])
@@ -226,7 +231,7 @@ def step(
                     (dynamic_map(i == 0)[c.reshape(rows, length)[r, at]], s[r, b])
                     for i, (c, s) in enumerate(zip(state.codes, state.scales, strict=True))
                 ]
-                out[r, at], updated = update(rule, out[r, at], g[r, at], moments, h, count)  # type: ignore[arg-type]
+                out[r, at], updated = update(rule, out[r, at], g[r, at], moments, h, count)
                 for i, moment in enumerate(updated):
                     codes, scale = encode_block(moment, signed=i == 0)
                     new.codes[i].reshape(rows, length)[r, at] = codes
