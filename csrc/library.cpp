@@ -22,4 +22,31 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   // frees the scratch memory that CPU threads keep between calls; bytes kept now, over all threads
   m.def("clear_workspace() -> ()");
   m.def("workspace_bytes() -> int");
+
+  // 8-bit optimizers: one step of every parameter of the lists, in place. params, grads: contiguous float32, bfloat16 or
+  // float16, mixed at will; a parameter of shape (N, ...) has K elements a row (a 1-D one is a single row). Per moment:
+  // codes uint8 of the parameter's shape, scales float32 (N, ceil(K / 256)). steps: float32 counts of this step (the first
+  // is 1), one for all or one each. Read on the device, so that nothing syncs and a CUDA graph may replay it: steps,
+  // lr_tensor (replaces lr), grad_scale (gradients are divided by it), found_inf (not 0: nothing is written).
+  // seed: rounds 16-bit parameters stochastically by (seed, step, element_offsets[i] + index in the tensor).
+  m.def(
+      "adamw8bit_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avg_codes, Tensor(c!)[] "
+      "exp_avg_scales, Tensor(d!)[] exp_avg_sq_codes, Tensor(e!)[] exp_avg_sq_scales, Tensor[] steps, *, float lr, "
+      "Tensor? lr_tensor=None, float beta1, float beta2, float eps, float weight_decay, bool maximize=False, "
+      "Tensor? grad_scale=None, Tensor? found_inf=None, int[] element_offsets=[], int? seed=None) -> ()");
+  m.def(
+      "adam8bit_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avg_codes, Tensor(c!)[] exp_avg_scales, "
+      "Tensor(d!)[] exp_avg_sq_codes, Tensor(e!)[] exp_avg_sq_scales, Tensor[] steps, *, float lr, Tensor? "
+      "lr_tensor=None, float beta1, float beta2, float eps, float weight_decay, bool maximize=False, Tensor? "
+      "grad_scale=None, Tensor? found_inf=None, int[] element_offsets=[], int? seed=None) -> ()");
+  m.def(
+      "lion8bit_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avg_codes, Tensor(c!)[] exp_avg_scales, "
+      "Tensor[] steps, *, float lr, Tensor? lr_tensor=None, float beta1, float beta2, float weight_decay, bool "
+      "maximize=False, Tensor? grad_scale=None, Tensor? found_inf=None, int[] element_offsets=[], int? seed=None) "
+      "-> ()");
+  m.def(
+      "sgd8bit_step_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_codes, Tensor(c!)[] "
+      "momentum_scales, Tensor[] steps, *, float lr, Tensor? lr_tensor=None, float momentum, float dampening, float "
+      "weight_decay, bool nesterov, bool maximize=False, Tensor? grad_scale=None, Tensor? found_inf=None, int[] "
+      "element_offsets=[], int? seed=None) -> ()");
 }

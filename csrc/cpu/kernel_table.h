@@ -4,6 +4,7 @@
 #include "dequantize_kernel.h"
 #include "kernels.h"
 #include "linear_table.h"
+#include "optimizer_kernel.h"
 #include "quantize_kernel.h"
 
 namespace halfbyte::cpu {
@@ -15,6 +16,7 @@ const Kernels* kernel_table(const char* isa) {
   table.quantize_rows = quantize_rows;
   table.dequantize_rows = dequantize_rows;
   table.linear = linear_kernels();
+  table.optimizer = optimizer::kernels();
   return &table;
 }
 

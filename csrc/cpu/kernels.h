@@ -6,6 +6,7 @@
 
 #include "../formats.h"
 #include "linear_kernels.h"
+#include "optimizer.h"
 
 namespace halfbyte::cpu {
 
@@ -23,6 +24,7 @@ struct Kernels {
                           bool stream);
 
   LinearKernels linear;
+  OptimizerKernels optimizer;
 };
 
 }  // namespace halfbyte::cpu

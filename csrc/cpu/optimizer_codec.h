@@ -1,0 +1,108 @@
+// The dynamic map on vectors: decode is two table look-ups and an fma, encode a class look-up, an fma and a truncation.
+// Included once per ISA, after optimizer_simd_<isa>.h.
+#pragma once
+
+#include "optimizer.h"
+
+namespace halfbyte::cpu::optimizer {
+namespace {
+
+constexpr float kBelowTwo = 1.99999988f;  // the largest float below 2
+constexpr int kGroup = 4 * kWidth;        // elements that are encoded together
+
+// map(code) of first moments.
+inline Floats decode_signed(const uint8_t* codes) {
+  const Floats d = int_to_float(sub_ints(load_codes(codes), splat_bits(127)));
+  const Ints e = shift_right<23>(bits(d));
+  const Ints sign = bit_and(bits(d), splat_bits(0x80000000u));
+  const Floats a = from_bits(bit_xor(bits(lookup8(kSignedMap.A, e)), sign));
+  return keep_if_nonzero(fma(d, lookup8(kSignedMap.B, e), a), d);
+}
+
+// map(code) of second moments.
+inline Floats decode_unsigned(const uint8_t* codes) {
+  const Floats m = int_to_float(add_ints(load_codes(codes), splat_bits(1)));
+  const Ints e = shift_right<23>(bits(m));
+  return fma(m, lookup8(kUnsignedMap.B, e), lookup8(kUnsignedMap.A, e));
+}
+
+// Magnitudes of a >= 0, exact except near midpoints. `nearest_tie` gathers the smallest distance to a step, offset so
+// that below 2 * kNearTie means "ask the exact midpoints".
+inline Ints magnitude(const DynamicMap& map, Floats a, Ints& nearest_tie) {
+  const Ints guess = class_guess(a, map.guess_offset);
+  const Ints c = add_if_greater(guess, a, lookup8(map.above, guess));
+  const Floats w = fma(a, lookup8(map.J, c), splat(float(8.0 / 9.0)));
+  const Ints fraction = shift_left(bits(w), add_ints(c, splat_bits(uint32_t(9 + map.first_exponent))));
+  nearest_tie = minimum_unsigned(nearest_tie, add_ints(fraction, splat_bits(kNearTie)));
+  // [1, 2) * 2^e, by the exponent field. Above 2 lies the gap below the next class, which belongs to this class's last entry.
+  Floats clamped = minimum(w, splat(kBelowTwo));
+  if (map.first_exponent != 0) clamped = maximum(clamped, splat(1.0f));  // positive second moments are at least m = 2
+  const Ints e = map.first_exponent ? add_ints(c, splat_bits(uint32_t(map.first_exponent))) : c;
+  return truncated(from_bits(add_ints(bits(clamped), shift_left<23>(e))));
+}
+
+// Corrects the codes of `count` elements against the exact midpoints. About one group in 200 comes here.
+template <bool SIGNED>
+[[gnu::noinline, gnu::cold]] void settle_ties(const float* x, float factor, uint8_t* codes, int count) {
+  constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
+  for (int i = 0; i < count; ++i) {
+    if (!SIGNED && !(x[i] > 0.0f)) continue;
+    const bool negative = float_bits(x[i]) >> 31;
+    const float a = (negative ? -x[i] : x[i]) * factor;
+    const int low = SIGNED ? 0 : 2, high = SIGNED && negative ? 127 : map.last;
+    int m = SIGNED ? (codes[i] < 127 ? 127 - codes[i] : codes[i] - 127) : codes[i] + 1;
+    while (m < high && a > map.midpoint[m]) ++m;
+    while (m > low && !(a > map.midpoint[m - 1])) --m;
+    codes[i] = uint8_t(SIGNED ? (negative ? 127 - m : 127 + m) : m - 1);
+  }
+}
+
+// Codes of x * factor for kGroup elements.
+template <bool SIGNED>
+inline void encode_group(const float* x, float factor, uint8_t* codes) {
+  constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
+  Ints nearest_tie = splat_bits(0xFFFFFFFFu), code[4];
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const Floats value = load(x + j * kWidth);
+    if (SIGNED) {
+      const Floats a = mul(from_bits(bit_and(bits(value), splat_bits(0x7FFFFFFFu))), splat(factor));
+      const Ints m = magnitude(map, a, nearest_tie);
+      code[j] = add_ints(negate_if_negative(m, value), splat_bits(127));
+    } else {
+      const Ints m = magnitude(map, mul(value, splat(factor)), nearest_tie);
+      // By the value itself: a positive one whose product underflows is still positive.
+      code[j] = keep_if_positive(sub_ints(m, splat_bits(1)), value);
+    }
+  }
+  store_codes(codes, code);
+  if (any_below(nearest_tie, 2 * kNearTie)) [[unlikely]] settle_ties<SIGNED>(x, factor, codes, kGroup);
+}
+
+// x[0..count) -> codes and their scale. x holds kStateBlock floats, zero from `count` to the next multiple of kGroup;
+// `absmax_bits` is the largest |x| as bits. A block that holds NaN or Inf gets the scale NaN.
+template <bool SIGNED>
+inline void encode_block(float* x, int64_t count, uint32_t absmax_bits, uint8_t* codes, float* scale) {
+  constexpr uint8_t kZeroCode = SIGNED ? 127 : 0;
+  if (absmax_bits == 0 || absmax_bits >= 0x7F800000u) [[unlikely]] {
+    *scale = absmax_bits ? bits_float(kNaNBits) : 0.0f;
+    memset(codes, kZeroCode, size_t(count));
+    return;
+  }
+  *scale = bits_float(absmax_bits);
+  float factor = 1.0f / *scale;
+  if (*scale > 0x1p126f) [[unlikely]] {  // the reciprocal would be subnormal, that is 0
+    for (int64_t i = 0; i < kStateBlock; ++i) x[i] *= 0.25f;
+    factor = 1.0f / (*scale * 0.25f);
+  }
+  int64_t i = 0;
+  for (; i + kGroup <= count; i += kGroup) encode_group<SIGNED>(x + i, factor, codes + i);
+  if (i < count) {
+    uint8_t tail[kGroup];
+    encode_group<SIGNED>(x + i, factor, tail);
+    memcpy(codes + i, tail, size_t(count - i));
+  }
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu::optimizer

@@ -1,0 +1,186 @@
+// The 8-bit optimizer step of one block: decode the moments, update them and the parameter in fp32, encode the moments.
+// One kernel for every ISA on the vectors of optimizer_simd_<isa>.h; only IEEE operations, so all ISAs agree bit for bit.
+#pragma once
+
+#if defined(__AVX512BF16__)
+#include "optimizer_simd_avx512.h"
+#elif defined(__AVX2__)
+#include "optimizer_simd_avx2.h"
+#else
+#include "optimizer_simd_scalar.h"
+#endif
+
+#include "optimizer_codec.h"
+#include "optimizer_rounding.h"
+
+namespace halfbyte::cpu::optimizer {
+namespace {
+
+// Pointers to the first element of a block (or of one vector of it).
+template <class P, class G>
+struct OptimizerBlock {
+  P* param;
+  const G* grad;
+  uint8_t* first_codes;
+  uint8_t* second_codes;
+};
+
+// What a block's elements are multiplied with: OptimizerScalars and the block's scales, spread over vectors.
+struct BlockFactors {
+  Floats grad_factor, first_keep, first_take, second_keep, second_take, second_factor, eps;
+  Floats minus_step, decay, weight_decay, momentum;
+  bool has_weight_decay, nesterov;
+
+  BlockFactors(const OptimizerScalars& s, float first_scale, float second_scale)
+      : grad_factor(splat(s.grad_factor)),
+        first_keep(splat(first_scale * s.first_keep)),
+        first_take(splat(s.first_take)),
+        second_keep(splat(second_scale * s.second_keep)),
+        second_take(splat(s.second_take)),
+        second_factor(splat(s.second_factor)),
+        eps(splat(s.eps)),
+        minus_step(splat(-s.step_size)),
+        decay(splat(s.decay)),
+        weight_decay(splat(s.weight_decay)),
+        momentum(splat(s.momentum)),
+        has_weight_decay(s.weight_decay != 0.0f),
+        nesterov(s.nesterov) {}
+};
+
+constexpr bool has_second_moment(OptimizerRule rule) {
+  return rule == OptimizerRule::kAdamW || rule == OptimizerRule::kAdam;
+}
+
+// One vector: returns the new parameter, writes the new moments to first[0..kWidth) and second[0..kWidth).
+template <OptimizerRule RULE, class P, class G>
+inline Floats update_vector(const OptimizerBlock<P, G>& at, const BlockFactors& f, float* first, float* second) {
+  const Floats param = load_as(at.param);
+  Floats grad = mul(load_as(at.grad), f.grad_factor);
+  const Floats stored = decode_signed(at.first_codes);
+  if constexpr (RULE == OptimizerRule::kAdam || RULE == OptimizerRule::kSGD) {
+    if (f.has_weight_decay) grad = fma(f.weight_decay, param, grad);
+  }
+  const Floats moment = fma(stored, f.first_keep, mul(grad, f.first_take));
+  store(first, moment);
+  if constexpr (has_second_moment(RULE)) {
+    const Floats square = fma(decode_unsigned(at.second_codes), f.second_keep, mul(mul(grad, grad), f.second_take));
+    store(second, square);
+    const Floats update = divide(moment, fma(square_root(square), f.second_factor, f.eps));
+    return fma(f.minus_step, update, RULE == OptimizerRule::kAdamW ? mul(param, f.decay) : param);
+  } else if constexpr (RULE == OptimizerRule::kLion) {
+    const Floats mixed = fma(stored, f.second_keep, mul(grad, f.second_take));
+    const Floats one = from_bits(bit_xor(bits(splat(1.0f)), bit_and(bits(mixed), splat_bits(0x80000000u))));
+    // 0 * mixed makes the update NaN where the gradient is not finite: a sign alone would hide it.
+    const Floats sign = fma(mixed, splat(0.0f), keep_if_nonzero(one, mixed));
+    return fma(f.minus_step, sign, mul(param, f.decay));
+  } else {
+    return fma(f.minus_step, f.nesterov ? fma(f.momentum, moment, grad) : moment, param);
+  }
+}
+
+// The last elements of a block, fewer than a vector: on padded copies, zero where there is no element.
+template <OptimizerRule RULE, class P, class G>
+inline Floats update_tail(const OptimizerBlock<P, G>& at, int64_t count, const BlockFactors& f, float* first, float* second) {
+  P param[kWidth] = {};
+  G grad[kWidth] = {};
+  uint8_t first_codes[kWidth], second_codes[kWidth] = {};
+  memset(first_codes, 127, kWidth);
+  memcpy(param, at.param, size_t(count) * sizeof(P));
+  memcpy(grad, at.grad, size_t(count) * sizeof(G));
+  memcpy(first_codes, at.first_codes, size_t(count));
+  if (has_second_moment(RULE)) memcpy(second_codes, at.second_codes, size_t(count));
+  return update_vector<RULE, P, G>({param, grad, first_codes, second_codes}, f, first, second);
+}
+
+// `count` elements; `index`: global index of the first one.
+template <OptimizerRule RULE, class P, class G>
+void update_block(const OptimizerBlock<P, G>& block, int64_t count, float* first_scale, float* second_scale,
+                  const OptimizerScalars& s, uint64_t index) {
+  constexpr bool kTwo = has_second_moment(RULE);
+  alignas(64) float first[kStateBlock], second[kTwo ? kStateBlock : 1], fresh[kStateBlock];
+  // Lion interpolates the same moment twice, with two weights.
+  const BlockFactors f(s, *first_scale, kTwo ? *second_scale : *first_scale);
+  const bool stochastic = s.stochastic && sizeof(P) == 2;
+  Ints first_max = splat_bits(0), second_max = splat_bits(0);
+  const auto gather_max = [&](int64_t i) {
+    first_max = maximum_unsigned(first_max, bit_and(bits(load(first + i)), splat_bits(0x7FFFFFFFu)));
+    if constexpr (kTwo) second_max = maximum_unsigned(second_max, bit_and(bits(load(second + i)), splat_bits(0x7FFFFFFFu)));
+  };
+  int64_t i = 0;
+  for (; i + kWidth <= count; i += kWidth) {
+    const OptimizerBlock<P, G> at{block.param + i, block.grad + i, block.first_codes + i, kTwo ? block.second_codes + i : nullptr};
+    const Floats param = update_vector<RULE, P, G>(at, f, first + i, kTwo ? second + i : second);
+    if (stochastic) {
+      store(fresh + i, param);
+    } else {
+      store_as(at.param, param);
+    }
+    gather_max(i);
+  }
+  if (i < count) {
+    const OptimizerBlock<P, G> at{block.param + i, block.grad + i, block.first_codes + i, kTwo ? block.second_codes + i : nullptr};
+    const Floats param = update_tail<RULE, P, G>(at, count - i, f, first + i, kTwo ? second + i : second);
+    store(fresh + i, param);
+    if (!stochastic) {
+      P rounded[kWidth];
+      store_as(rounded, param);
+      memcpy(at.param, rounded, size_t(count - i) * sizeof(P));
+    }
+    gather_max(i);
+    i += kWidth;
+  }
+  if (stochastic) round_stochastic(fresh, count, index, s.seed, s.step, block.param);
+  for (; i % kGroup != 0; i += kWidth) {  // the encoder works on whole groups
+    store(first + i, splat(0.0f));
+    if constexpr (kTwo) store(second + i, splat(0.0f));
+  }
+  encode_block<true>(first, count, largest(first_max), block.first_codes, first_scale);
+  if constexpr (kTwo) encode_block<false>(second, count, largest(second_max), block.second_codes, second_scale);
+}
+
+template <OptimizerRule RULE, class P, class G>
+void update_blocks(const OptimizerTensor& t, const OptimizerScalars& s, int64_t begin, int64_t end) {
+  int64_t row = begin / t.blocks_per_row, in_row = begin % t.blocks_per_row;
+  for (int64_t b = begin; b < end; ++b) {
+    const int64_t column = in_row * kStateBlock;
+    const int64_t start = row * t.row_length + column;
+    const int64_t count = t.row_length - column < kStateBlock ? t.row_length - column : kStateBlock;
+    update_block<RULE, P, G>({static_cast<P*>(t.param) + start, static_cast<const G*>(t.grad) + start, t.codes[0] + start,
+                              t.codes[1] ? t.codes[1] + start : nullptr},
+                             count, t.scales[0] + b, t.scales[1] ? t.scales[1] + b : nullptr, s,
+                             t.element_offset + uint64_t(start));
+    if (++in_row == t.blocks_per_row) in_row = 0, ++row;
+  }
+}
+
+template <OptimizerRule RULE, class P>
+void update_of(const OptimizerTensor& t, const OptimizerScalars& s, int64_t begin, int64_t end) {
+  switch (t.grad_dtype) {
+    case DType::kFloat32: return update_blocks<RULE, P, float>(t, s, begin, end);
+    case DType::kBFloat16: return update_blocks<RULE, P, BFloat16>(t, s, begin, end);
+    case DType::kFloat16: return update_blocks<RULE, P, Float16>(t, s, begin, end);
+  }
+}
+
+template <OptimizerRule RULE>
+void update_rule(const OptimizerTensor& t, const OptimizerScalars& s, int64_t begin, int64_t end) {
+  switch (t.param_dtype) {
+    case DType::kFloat32: return update_of<RULE, float>(t, s, begin, end);
+    case DType::kBFloat16: return update_of<RULE, BFloat16>(t, s, begin, end);
+    case DType::kFloat16: return update_of<RULE, Float16>(t, s, begin, end);
+  }
+}
+
+void update(OptimizerRule rule, const OptimizerTensor& t, const OptimizerScalars& s, int64_t begin, int64_t end) {
+  switch (rule) {
+    case OptimizerRule::kAdamW: return update_rule<OptimizerRule::kAdamW>(t, s, begin, end);
+    case OptimizerRule::kAdam: return update_rule<OptimizerRule::kAdam>(t, s, begin, end);
+    case OptimizerRule::kLion: return update_rule<OptimizerRule::kLion>(t, s, begin, end);
+    case OptimizerRule::kSGD: return update_rule<OptimizerRule::kSGD>(t, s, begin, end);
+  }
+}
+
+OptimizerKernels kernels() { return {update}; }
+
+}  // namespace
+}  // namespace halfbyte::cpu::optimizer

@@ -1,0 +1,108 @@
+// Vectors of 8 floats: the operations of optimizer_simd_scalar.h with AVX2, FMA and F16C.
+#pragma once
+
+#include <immintrin.h>
+
+#include "../dynamic_map.h"
+#include "simd/scalar.h"
+
+namespace halfbyte::cpu::optimizer {
+namespace {
+
+constexpr int kWidth = 8;
+using Floats = __m256;
+using Ints = __m256i;
+
+inline Floats splat(float x) { return _mm256_set1_ps(x); }
+inline Ints splat_bits(uint32_t x) { return _mm256_set1_epi32(int(x)); }
+inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
+inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+inline Floats load_as(const float* p) { return _mm256_loadu_ps(p); }
+inline Floats load_as(const BFloat16* p) {
+  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+}
+inline Floats load_as(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline void store_as(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+inline void store_as(BFloat16* p, Floats x) {
+  const __m256i b = _mm256_castps_si256(x);
+  const __m256i even = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
+  __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(b, _mm256_add_epi32(even, _mm256_set1_epi32(0x7FFF))), 16);
+  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(0x40));
+  rounded = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+inline void store_as(Float16* p, Floats x) {
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+
+inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
+inline Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
+inline Floats square_root(Floats a) { return _mm256_sqrt_ps(a); }
+inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
+inline Floats minimum(Floats a, Floats b) { return _mm256_min_ps(a, b); }
+inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
+inline Ints bits(Floats a) { return _mm256_castps_si256(a); }
+inline Floats from_bits(Ints a) { return _mm256_castsi256_ps(a); }
+inline Floats int_to_float(Ints a) { return _mm256_cvtepi32_ps(a); }
+inline Ints truncated(Floats a) { return _mm256_cvttps_epi32(a); }
+inline Ints bit_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
+inline Ints bit_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
+inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
+inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
+inline Ints shift_left(Ints a, Ints by) { return _mm256_sllv_epi32(a, by); }
+template <int BY>
+inline Ints shift_left(Ints a) {
+  return _mm256_slli_epi32(a, BY);
+}
+template <int BY>
+inline Ints shift_right(Ints a) {
+  return _mm256_srli_epi32(a, BY);
+}
+inline Ints maximum_unsigned(Ints a, Ints b) { return _mm256_max_epu32(a, b); }
+inline Ints minimum_unsigned(Ints a, Ints b) { return _mm256_min_epu32(a, b); }
+inline uint32_t largest(Ints a) {
+  __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
+  x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4E));
+  x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0xB1));
+  return uint32_t(_mm_cvtsi128_si32(x));
+}
+inline bool any_below(Ints a, uint32_t limit) {
+  const __m256i below = _mm256_cmpeq_epi32(_mm256_min_epu32(a, splat_bits(limit - 1)), a);
+  return !_mm256_testz_si256(below, below);
+}
+
+inline Floats lookup8(const float* table, Ints index) { return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index); }
+inline Floats keep_if_nonzero(Floats a, Floats test) {
+  return _mm256_and_ps(a, _mm256_cmp_ps(test, _mm256_setzero_ps(), _CMP_NEQ_UQ));
+}
+inline Ints keep_if_positive(Ints a, Floats test) {
+  return _mm256_and_si256(a, _mm256_castps_si256(_mm256_cmp_ps(test, _mm256_setzero_ps(), _CMP_GT_OQ)));
+}
+inline Ints negate_if_negative(Ints a, Floats test) {
+  // vpsignd negates where its second operand is negative and zeroes where it is 0; | 1 keeps the sign and never is 0.
+  return _mm256_sign_epi32(a, _mm256_or_si256(_mm256_castps_si256(test), _mm256_set1_epi32(1)));
+}
+inline Ints add_if_greater(Ints a, Floats x, Floats y) {
+  return _mm256_sub_epi32(a, _mm256_castps_si256(_mm256_cmp_ps(x, y, _CMP_GT_OQ)));
+}
+inline Ints class_guess(Floats a, int32_t offset) {
+  // The upper half of each 32-bit lane is 0, so the 16-bit operations act on the lower half alone.
+  const __m256i upper = _mm256_srli_epi32(_mm256_castps_si256(a), 16);
+  return _mm256_mulhi_epu16(_mm256_subs_epu16(upper, _mm256_set1_epi32(offset)), _mm256_set1_epi32(153));
+}
+
+inline Ints load_codes(const uint8_t* p) {
+  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+}
+// Integers saturated to 0..255.
+inline void store_codes(uint8_t* p, const Ints (&a)[4]) {
+  const __m256i bytes = _mm256_packus_epi16(_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3]));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
+                      _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu::optimizer

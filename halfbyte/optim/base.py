@@ -1,0 +1,342 @@
+"""The optimizer all 8-bit optimizers are built on: which parameters, what state, one op call per group and device."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import Optimizer, ParamsT
+
+from halfbyte.optim.dynamic_map import row_blocks, zero_code
+from halfbyte.optim.sharding import first_element, global_shape, is_eligible, like_param, local, local_grad
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment of a rule: the state's key prefix (torch.optim's name of it) and which map codes it."""
+
+    name: str
+    signed: bool
+
+    @property
+    def codes(self) -> str:
+        """State key of the codes."""
+        return f"{self.name}_codes"
+
+    @property
+    def scales(self) -> str:
+        """State key of the scales."""
+        return f"{self.name}_scales"
+
+
+@dataclass
+class Work:
+    """Parameters of one group on one device that are stepped together, as this rank's parts.
+
+    Attributes:
+        params: contiguous local parameters.
+        grads: contiguous local gradients of the same shapes.
+        states: the optimizer's state of each.
+        steps: step counts, one shared by all or one each, already increased.
+        offsets: index of each parameter's first element in the optimizer, or empty without stochastic rounding.
+        grad_scale: GradScaler's scale on this device, or None.
+        found_inf: GradScaler's flag on this device, or None.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[State]
+    steps: list[Tensor]
+    offsets: list[int]
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def state(self, key: str) -> list[Tensor]:
+        """This rank's part of one entry of every state."""
+        return [local(state[key]) for state in self.states]
+
+
+class Optimizer8bit(Optimizer):
+    """Base of the 8-bit optimizers.
+
+    State of an eligible parameter of shape (N, ...), K elements a row: `step` (float32 scalar) and per moment
+    `<moment>_codes` (uint8 of the parameter's shape) and `<moment>_scales` (float32 (N, ceil(K / 256))). Every other
+    parameter keeps torch.optim's keys in float32. For DTensor parameters the state is DTensors with their placements.
+
+    A parameter group may set `quantize_state`: None (the rule: two dimensions and 4096 elements or more, globally),
+    True (8 bits whatever the size) or False (float32).
+
+    Args:
+        params: as for torch.optim.
+        defaults: hyper-parameters of groups that do not set them.
+
+    Raises:
+        NotImplementedError: a complex parameter.
+    """
+
+    moments: ClassVar[tuple[Moment, ...]]
+    _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf instead of syncing
+
+    def __init__(
+        self, params: ParamsT, defaults: dict[str, Any], *, offload: bool = False, fused_backward: bool = False
+    ) -> None:
+        if offload or fused_backward:
+            raise NotImplementedError(f"{type(self).__name__}: offload and fused_backward are not available yet")
+        super().__init__(params, defaults)
+
+    # -- what a rule defines
+
+    def update_quantized(self, group: Group, work: Work) -> None:
+        """One op call on parameters with 8-bit state."""
+        raise NotImplementedError
+
+    def update_dense(self, group: Group, work: Work) -> None:
+        """One step of float32 parameters with float32 state; `work.steps` are the counts *before* this step."""
+        raise NotImplementedError
+
+    def has_state(self, group: Group) -> bool:
+        """False where the rule keeps no moment (SGD without momentum): such groups are stepped as dense."""
+        return True
+
+    # -- torch.optim's interface
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Adds a group; see the class for its keys.
+
+        Raises:
+            NotImplementedError: a complex parameter, named by its position (or name, if the group has names).
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for i, p in enumerate(group["params"]):
+            if p.is_complex():
+                raise NotImplementedError(
+                    f"{type(self).__name__}: {self._describe(group, i)} is complex ({p.dtype}); supported are real "
+                    "float parameters: pass torch.view_as_real of it"
+                )
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """Updates every parameter that has a gradient.
+
+        Args:
+            closure: reevaluates the model and returns the loss.
+
+        Returns:
+            The closure's loss, or None.
+
+        Raises:
+            NotImplementedError: a sparse gradient.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step_group(group, group["params"])
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state dict of this class; every tensor keeps its own dtype.
+
+        (torch.optim's own method casts state to the parameter's dtype: codes would become floats.)
+
+        Args:
+            state_dict: from `state_dict()` of the same optimizer class.
+
+        Raises:
+            ValueError: groups do not match, or a parameter's state has other keys, dtypes or shapes.
+        """
+        captured: dict[str, Any] = {}
+
+        def take_state(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            captured.update(loaded)
+            return {**loaded, "state": {}}
+
+        def put_state(_: Optimizer) -> None:
+            self._put_state(captured["state"], captured["param_groups"])
+
+        before = self.register_load_state_dict_pre_hook(take_state)  # runs last: sees what the others made of it
+        after = self.register_load_state_dict_post_hook(put_state, prepend=True)
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            before.remove()
+            after.remove()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    # -- one group
+
+    def _step_group(self, group: Group, params: Iterable[Tensor]) -> None:
+        quantized: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+        dense: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+        idle: list[Tensor] = []
+        new_steps: dict[torch.device, Tensor] = {}
+        for i, p in enumerate(params):
+            grad = p.grad
+            if grad is None:
+                idle.append(p)
+                continue
+            state = self.state[p]
+            if not state:
+                if grad.is_sparse or grad.layout is not torch.strided:
+                    raise NotImplementedError(
+                        f"{type(self).__name__}: {self._describe(group, i)} has a sparse gradient; "
+                        "supported are dense ones"
+                    )
+                self._init_state(group, p, state, new_steps)
+            (quantized if self.moments[0].codes in state else dense)[p.device].append(p)
+        for device, members in quantized.items():
+            work = self._gather(group, members, device)
+            self._advance(work, idle)
+            self._run_quantized(group, work)
+            if work.found_inf is not None:
+                for step in work.steps:
+                    step.sub_(work.found_inf)
+        for device, members in dense.items():
+            self._run_dense(group, self._gather(group, members, device))
+
+    def _init_state(self, group: Group, p: Tensor, state: State, new_steps: dict[torch.device, Tensor]) -> None:
+        piece = local(p)
+        if not (self.has_state(group) and is_eligible(p, group["quantize_state"])):
+            state["step"] = torch.zeros((), dtype=torch.float32, device=p.device)
+            dtype = p.dtype if p.dtype == torch.float64 else torch.float32
+            for moment in self.moments if self.has_state(group) else ():
+                zeros = torch.zeros(piece.shape, dtype=dtype, device=p.device)
+                state[moment.name] = like_param(p, zeros, tuple(p.shape))
+            return
+        # Parameters that start together share one count: one scalar to increase and to hand to the op.
+        if p.device not in new_steps:
+            new_steps[p.device] = torch.zeros((), dtype=torch.float32, device=p.device)
+        state["step"] = new_steps[p.device]
+        rows, _, blocks = row_blocks(piece.shape)
+        global_rows = p.shape[0] if p.dim() > 1 else 1
+        for moment in self.moments:
+            codes = torch.full(piece.shape, zero_code(moment.signed), dtype=torch.uint8, device=p.device)
+            state[moment.codes] = like_param(p, codes, tuple(p.shape))
+            scales = torch.zeros((rows, blocks), dtype=torch.float32, device=p.device)
+            state[moment.scales] = like_param(p, scales, (global_rows, blocks))
+
+    def _gather(self, group: Group, members: list[Tensor], device: torch.device) -> Work:
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        states = [self.state[p] for p in members]
+        return Work(
+            params=[local(p) for p in members],
+            grads=[cast(Tensor, local_grad(p)) for p in members],
+            states=states,
+            steps=[state["step"] for state in states],
+            offsets=self._offsets(members) if group["stochastic_rounding"] else [],
+            grad_scale=None if scale is None else scale.to(device),
+            found_inf=None if found is None else found.to(device),
+        )
+
+    def _advance(self, work: Work, idle: list[Tensor]) -> None:
+        """Increases the step counts; a count shared with parameters that have no gradient now is split off first."""
+        idle_steps = {id(self.state[p]["step"]) for p in idle if p in self.state and "step" in self.state[p]}
+        if idle_steps:
+            fresh: dict[int, Tensor] = {}
+            for state in work.states:
+                step = state["step"]
+                if id(step) in idle_steps:
+                    state["step"] = fresh.setdefault(id(step), step.clone())
+            work.steps = [state["step"] for state in work.states]
+        distinct = {id(step): step for step in work.steps}
+        for step in distinct.values():
+            step.add_(1)
+        if len(distinct) == 1:
+            work.steps = work.steps[:1]
+
+    def _run_quantized(self, group: Group, work: Work) -> None:
+        grads = work.grads
+        for i, grad in enumerate(grads):
+            if not grad.is_contiguous():
+                grads[i] = grad.contiguous()
+        strided = [i for i, p in enumerate(work.params) if not p.is_contiguous()]
+        originals = [work.params[i] for i in strided]
+        for i in strided:
+            work.params[i] = work.params[i].contiguous()
+        self.update_quantized(group, work)
+        for i, original in zip(strided, originals, strict=True):
+            original.copy_(work.params[i])
+
+    def _run_dense(self, group: Group, work: Work) -> None:
+        """float32 copies of 16-bit parameters (small ones: biases, norms) go through torch's own fused step."""
+        narrow = [i for i, p in enumerate(work.params) if p.dtype in (torch.bfloat16, torch.float16)]
+        originals = [work.params[i] for i in narrow]
+        for i in narrow:
+            work.params[i] = work.params[i].float()
+        for i, (p, grad) in enumerate(zip(work.params, work.grads, strict=True)):
+            if grad.dtype != p.dtype:
+                work.grads[i] = grad.to(p.dtype)
+        self.update_dense(group, work)
+        if narrow:
+            torch._foreach_copy_(originals, [work.params[i] for i in narrow])
+
+    # -- details
+
+    def _offsets(self, members: list[Tensor]) -> list[int]:
+        starts, total = {}, 0
+        for p in chain.from_iterable(group["params"] for group in self.param_groups):
+            starts[p] = total
+            total += global_shape(p).numel()
+        return [starts[p] + first_element(p) for p in members]
+
+    def _describe(self, group: Group, index: int) -> str:
+        names = group.get("param_names")
+        position = next(i for i, g in enumerate(self.param_groups) if g is group)
+        return f"parameter {names[index]!r}" if names else f"parameter {index} of group {position}"
+
+    def _put_state(self, saved: dict[Any, State], saved_groups: list[Group]) -> None:
+        ids = chain.from_iterable(g["params"] for g in saved_groups)
+        params = list(chain.from_iterable(g["params"] for g in self.param_groups))
+        by_id = dict(zip(ids, params, strict=True))
+        shared: dict[int, Tensor] = {}
+        for key, value in saved.items():
+            if key not in by_id:
+                self.state[key] = value
+                continue
+            param = by_id[key]
+            self._check_state(param, value, key)
+            self.state[param] = {k: self._placed(param, k, v, shared) for k, v in value.items()}
+
+    def _placed(self, param: Tensor, key: str, value: Any, shared: dict[int, Tensor]) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if key == "step":  # increased in place: never the caller's tensor; counts that were shared stay shared
+            if id(value) not in shared:
+                shared[id(value)] = value.detach().clone().to(device=param.device, dtype=torch.float32)
+            return shared[id(value)]
+        return value.to(device=param.device)
+
+    def _check_state(self, param: Tensor, state: State, key: Any) -> None:
+        where = f"{type(self).__name__}.load_state_dict: state of parameter {key!r}"
+        quantized = self.moments[0].codes in state
+        if not quantized and self.moments[0].name in state and is_eligible(param):
+            raise ValueError(
+                f"{where} is float32 ({self.moments[0].name}); load state of torch.optim or bitsandbytes with "
+                "load_torch_state_dict or load_bitsandbytes_state_dict"
+            )
+        for moment in self.moments if quantized else ():
+            _, _, blocks = row_blocks(local(param).shape)
+            rows = param.shape[0] if param.dim() > 1 else 1
+            for name, dtype, shape in (
+                (moment.codes, torch.uint8, tuple(param.shape)),
+                (moment.scales, torch.float32, (rows, blocks)),
+            ):
+                value = state.get(name)
+                if not isinstance(value, Tensor) or value.dtype != dtype or tuple(value.shape) != shape:
+                    got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+                    raise ValueError(f"{where}: {name} must be {dtype} of shape {shape}, got {got}")
