@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from os import PathLike
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +28,7 @@ __all__ = ["load_from_checkpoint"]
 _Module = TypeVar("_Module", bound=LightningModule)
 
 
-def load_from_checkpoint(module_class: type[_Module], path: str | PathLike[str], **kwargs: Any) -> _Module:
+def load_from_checkpoint(module_class: type[_Module], path: str | Path, **kwargs: Any) -> _Module:
     """`LightningModule.load_from_checkpoint` for a checkpoint with packed weights.
 
     Lightning builds the module without any precision plugin; here it is built under `init_quantized` with what the
@@ -105,9 +105,9 @@ def _before_loading(
             _take_layout(self, state_dict, formats, compute_dtype)
             if trainable_dtype is not None:
                 cast_trainable_(self, trainable_dtype)
-        return original(self, state_dict, *args, **kwargs)  # type: ignore[arg-type]
+        return original(self, state_dict, *args, **kwargs)
 
-    module_class.load_state_dict = load_state_dict  # type: ignore[method-assign, assignment]
+    module_class.load_state_dict = load_state_dict  # type: ignore[method-assign]
     try:
         yield
     finally:
@@ -125,9 +125,11 @@ def _take_layout(
     for name in layout_of(module, state_dict).dense_in_checkpoint:
         layer, value = layers[name], state_dict[f"{name}.weight"]
         if isinstance(layer, QuantEmbedding):
-            raise QuantizationError(f"load_from_checkpoint: {name} is packed by the module and dense in the checkpoint", [name])
+            raise QuantizationError(
+                f"load_from_checkpoint: {name} is packed by the module and dense in the checkpoint", [name]
+            )
         empty = torch.empty(value.shape, dtype=value.dtype, device=layer.weight.device)
-        mark_dense(dequantize_linear_(layer, nn.Parameter(empty)), "dense in the checkpoint")  # type: ignore[arg-type]
+        mark_dense(dequantize_linear_(layer, nn.Parameter(empty)), "dense in the checkpoint")
     for name, text in formats.items():
         layer, format = layers.get(name), Format.parse(text)
         if isinstance(layer, PackedRows):

@@ -66,7 +66,7 @@ class _HalfbyteMixin:
         self.skip = None if skip is None else SkipRules(skip).patterns
         # Read by ModelSummary and the throughput monitor, which know a closed list of names; nothing here acts on them.
         self.precision: Any = _PRECISION_OF.get(self.compute_dtype or torch.float32, "32-true")
-        self.scaler = None
+        self.scaler: Any = None
         self._desired_input_dtype = self.compute_dtype or torch.float32
         if isinstance(self, Precision):  # the Trainer's
             convert_before_loading()

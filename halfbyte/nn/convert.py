@@ -106,5 +106,3 @@ def _with_progress(layers: list[tuple[str, Any]], progress: bool) -> Iterator[tu
     except ImportError as error:
         raise ImportError("quantize_model: progress=True needs tqdm; pip install tqdm") from error
     yield from tqdm(layers, desc="quantizing", unit="layer")
-
-
