@@ -57,7 +57,9 @@ def test_plugin_from_yaml_and_print_config_round_trip(tmp_path, capsys) -> None:
 
 
 def test_defaults_from_a_class_path_alone() -> None:
-    cli = make(["--trainer.accelerator=cpu", "--trainer.plugins=lightning_plugin.HalfbytePrecision", "--trainer.logger=false"])
+    cli = make(
+        ["--trainer.accelerator=cpu", "--trainer.plugins=lightning_plugin.HalfbytePrecision", "--trainer.logger=false"]
+    )
     plugin = cli.trainer.precision_plugin
     assert (plugin.format, plugin.skip, plugin.compute_dtype) == ("nf4", None, None)
 

@@ -215,7 +215,10 @@ def test_the_contexts_quantize_modules_and_touch_nothing_else() -> None:
 
 
 def test_nothing_is_cast_around_forward() -> None:
-    for plugin in (HalfbytePrecision("nf4", compute_dtype="bfloat16"), FabricHalfbytePrecision("nf4", compute_dtype="bfloat16")):
+    for plugin in (
+        HalfbytePrecision("nf4", compute_dtype="bfloat16"),
+        FabricHalfbytePrecision("nf4", compute_dtype="bfloat16"),
+    ):
         data = {"x": torch.ones(2), "y": [torch.ones(2, dtype=torch.float64)]}
         with plugin.forward_context():
             assert torch.get_default_dtype() == torch.float32
@@ -367,7 +370,7 @@ def test_pytorch_lightning_works_if_it_is_what_was_imported_and_importing_patche
     )
     pytest.importorskip("pytorch_lightning")
     command = [sys.executable, "-W", "ignore", "-c", code]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split()[-1] == "QuantLinear"
 

@@ -81,7 +81,9 @@ def test_the_plugin_itself_refuses_another_format() -> None:
 @pytest.mark.parametrize("where", ["init", "configure"])
 def test_resume_with_another_skip_raises_with_the_names(tmp_path, where: str) -> None:
     _, path = checkpoint_of(tmp_path, where, HalfbytePrecision("nf4", skip=["classifier", "second"]))
-    with pytest.raises(halfbyte.QuantizationError, match=r"dense in the checkpoint but packed in the model: net\.second") as e:
+    with pytest.raises(
+        halfbyte.QuantizationError, match=r"dense in the checkpoint but packed in the model: net\.second"
+    ) as e:
         trainer(HalfbytePrecision("nf4")).fit(Module(where), ckpt_path=path)
     assert e.value.names == ("net.second",)
     _, path = checkpoint_of(tmp_path, where, HalfbytePrecision("nf4"))
