@@ -60,8 +60,6 @@ class SkipRules:
         for owner, children in _WEIGHT_READERS.items():
             if isinstance(parent, owner) and name.split(".")[0] in children:
                 return f"{owner.__name__} reads its weight directly"
-        if name.split(".")[0] in (getattr(parent, "adapter_layer_names", None) or ()):
-            return f"adapter ({name.split('.')[0]} of {type(parent).__name__})"
         for pattern in getattr(parent, "_keep_in_fp32_modules", None) or ():
             if matches(pattern, name):
                 return f"{type(parent).__name__} keeps it in float32 ({pattern})"
@@ -82,8 +80,7 @@ class SkipRules:
             if reason:
                 reasons[module] = reason
         for path, parent in model.named_modules():
-            attributes = ("_keep_in_fp32_modules", "adapter_layer_names")  # of transformers' models, of PEFT's layers
-            if not (isinstance(parent, tuple(_WEIGHT_READERS)) or any(getattr(parent, a, None) for a in attributes)):
+            if not (isinstance(parent, tuple(_WEIGHT_READERS)) or getattr(parent, "_keep_in_fp32_modules", None)):
                 continue
             prefix = f"{path}." if path else ""
             for name, module in layers.items():
@@ -93,6 +90,11 @@ class SkipRules:
         for shared in owners.values():
             if len(shared) > 1:
                 reasons.update({module: "tied to another module" for module in shared if module not in reasons})
+        for part in model.modules():
+            for child in getattr(part, "adapter_layer_names", None) or ():  # PEFT's layers name what they train
+                adapter = getattr(part, child, None)
+                if isinstance(adapter, nn.Module):
+                    reasons.update((layer, f"adapter ({child})") for layer in adapter.modules() if layer not in reasons)
         if self.by_default:
             for part in model.modules():  # the model may be a part of a LightningModule
                 if (output := output_embedding(part)) is not None:
