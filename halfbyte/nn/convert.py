@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -56,8 +56,22 @@ def quantize_model(
     """
     fmt = Format.parse(format)
     table_format = None if embedding_format is None else Format.parse(embedding_format)
-    dtype = as_dtype("compute_dtype", compute_dtype)
     reasons = SkipRules(skip).of_model(model)
+    convert_layers_(model, fmt, reasons, as_dtype("compute_dtype", compute_dtype), table_format, progress=progress)
+    return report(model)
+
+
+def convert_layers_(
+    model: nn.Module,
+    format: Format,
+    reasons: Mapping[nn.Module, str],
+    compute_dtype: torch.dtype | None,
+    table_format: Format | None = None,
+    *,
+    progress: bool = False,
+    caller: str = "quantize_model",
+) -> None:
+    """`quantize_model` with the modules that stay dense given, each with its reason."""
     layers = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
     for _, module in _with_progress(layers, progress):
         if isinstance(module, PackedRows):
@@ -66,14 +80,13 @@ def quantize_model(
             if isinstance(module, nn.Linear) or table_format is not None:
                 mark_dense(module, reasons[module])
         elif isinstance(module, nn.Linear):
-            quantize_linear_(module, fmt, dtype)
+            quantize_linear_(module, format, compute_dtype)
         elif table_format is not None and module.max_norm is None:
-            quantize_embedding_(module, table_format, dtype)
+            quantize_embedding_(module, table_format, compute_dtype)
         elif table_format is not None:
             mark_dense(module, "max_norm rewrites its rows during forward")
     if not any(isinstance(m, PackedRows) for m in model.modules()):
-        raise nothing_quantized(model, "quantize_model")
-    return report(model)
+        raise nothing_quantized(model, caller)
 
 
 def nothing_quantized(model: nn.Module, caller: str) -> QuantizationError:
@@ -93,5 +106,3 @@ def _with_progress(layers: list[tuple[str, Any]], progress: bool) -> Iterator[tu
     except ImportError as error:
         raise ImportError("quantize_model: progress=True needs tqdm; pip install tqdm") from error
     yield from tqdm(layers, desc="quantizing", unit="layer")
-
-

@@ -90,8 +90,15 @@ class SkipRules:
         for shared in owners.values():
             if len(shared) > 1:
                 reasons.update({module: "tied to another module" for module in shared if module not in reasons})
-        if self.by_default and (output := output_embedding(model)) is not None:
-            reasons.setdefault(output, "output embedding (named by the model)")
+        for part in model.modules():
+            for child in getattr(part, "adapter_layer_names", None) or ():  # PEFT's layers name what they train
+                adapter = getattr(part, child, None)
+                if isinstance(adapter, nn.Module):
+                    reasons.update((layer, f"adapter ({child})") for layer in adapter.modules() if layer not in reasons)
+        if self.by_default:
+            for part in model.modules():  # the model may be a part of a LightningModule
+                if (output := output_embedding(part)) is not None:
+                    reasons.setdefault(output, "output embedding (named by the model)")
         return reasons
 
 

@@ -1,0 +1,7 @@
+"""halfbyte in Lightning: one argument of the Trainer (or of Fabric) makes a model train on packed weights."""
+
+from lightning_plugin.loading import load_from_checkpoint
+from lightning_plugin.precision import FabricHalfbytePrecision, HalfbytePrecision
+from lightning_plugin.report import QuantizationReport
+
+__all__ = ["FabricHalfbytePrecision", "HalfbytePrecision", "QuantizationReport", "load_from_checkpoint"]

@@ -1,0 +1,60 @@
+"""Which of Lightning's two class trees this process uses, and its names.
+
+`lightning` holds `lightning.pytorch` and `lightning.fabric`; `pytorch-lightning` and `lightning-fabric` hold the same code
+under other module names. Their classes don't mix: a Trainer refuses the plugins of the other tree.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING
+
+__all__ = ["TRAINER_PACKAGE"]
+
+
+def _chosen() -> tuple[str, str]:
+    """(Trainer package, Fabric package): the tree that is imported already, else the one that is installed."""
+    trees = (("lightning.pytorch", "lightning.fabric"), ("pytorch_lightning", "lightning_fabric"))
+    imported = [tree for tree in trees if tree[0] in sys.modules]
+    found = imported or [tree for tree in trees if importlib.util.find_spec(tree[0].partition(".")[0])]
+    if not found:
+        raise ImportError("lightning_plugin needs Lightning: pip install lightning (or pytorch-lightning)")
+    return found[0]
+
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
+    from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
+    from lightning.pytorch.plugins.precision.precision import Precision
+    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+    TRAINER_PACKAGE = "lightning.pytorch"
+else:
+    TRAINER_PACKAGE, _FABRIC_PACKAGE = _chosen()
+    _trainer = importlib.import_module(TRAINER_PACKAGE)
+    Callback, LightningModule, Trainer = _trainer.Callback, _trainer.LightningModule, _trainer.Trainer
+    Precision = importlib.import_module(f"{TRAINER_PACKAGE}.plugins.precision.precision").Precision
+    FSDPPrecision = importlib.import_module(f"{TRAINER_PACKAGE}.plugins.precision.fsdp").FSDPPrecision
+    Strategy = importlib.import_module(f"{TRAINER_PACKAGE}.strategies").Strategy
+    _utilities = importlib.import_module(f"{TRAINER_PACKAGE}.utilities")
+    rank_zero_info, rank_zero_warn = _utilities.rank_zero_info, _utilities.rank_zero_warn
+    FabricPrecision = importlib.import_module(f"{_FABRIC_PACKAGE}.plugins.precision.precision").Precision
+    FabricFSDPPrecision = importlib.import_module(f"{_FABRIC_PACKAGE}.plugins.precision.fsdp").FSDPPrecision
+
+__all__ += [
+    "Callback",
+    "FSDPPrecision",
+    "FabricFSDPPrecision",
+    "FabricPrecision",
+    "LightningModule",
+    "Precision",
+    "Strategy",
+    "Trainer",
+    "rank_zero_info",
+    "rank_zero_warn",
+]

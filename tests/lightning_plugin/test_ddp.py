@@ -1,0 +1,103 @@
+"""DDP on two gloo processes: the losses of a plain loop over both shares, and one packed base on all ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import pytest
+import torch
+from lightning_models import RESUME_AT, batch, losses_by_hand, packed_net
+from torch import nn
+
+HERE = Path(__file__).parent
+TIMEOUT_S = 120
+
+
+def run_ranks(scenario: str, folder: Path, world: int = 2) -> list[dict]:
+    """Runs ddp_worker.py on every rank and returns what each wrote; no process outlives the timeout."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    common = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "NODE_RANK": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
+        "PYTHONWARNINGS": "ignore",
+    }
+    logs = [folder / f"log{rank}" for rank in range(world)]
+    command = [sys.executable, str(HERE / "ddp_worker.py"), scenario, str(folder)]
+    processes = []
+    for rank, log in enumerate(logs):
+        with log.open("w") as output:
+            environment = {**common, "LOCAL_RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert codes == [0] * world, "\n".join(log.read_text()[-3000:] for log in logs)
+    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
+    for rank, log in enumerate(logs):
+        results[rank]["log"] = log.read_text()
+    return results
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory) -> list[dict]:
+    return run_ranks("trainer", tmp_path_factory.mktemp("ddp"))
+
+
+@pytest.mark.parametrize("where", ["init", "configure"])
+def test_fit_and_resume_equal_the_loop_written_by_hand(trained: list[dict], where: str) -> None:
+    expected = losses_by_hand(packed_net(), world=2)
+    rows = [zlib.crc32(layer.weight.numpy()) for layer in (packed_net().first, packed_net().second)]
+    for rank in range(2):
+        assert trained[rank][where]["losses"] == pytest.approx(expected[rank], abs=1e-6)
+        assert trained[rank][where]["resumed"] == trained[rank][where]["losses"]
+        assert trained[rank][where]["rows"] == rows  # rank 0's; rank 1 was built from another seed
+
+
+def test_clipping_uses_the_norm_of_the_averaged_gradients(trained: list[dict]) -> None:
+    expected = losses_by_hand(packed_net(), clip=0.05, world=2)
+    for rank in range(2):
+        assert trained[rank]["clipped"] == pytest.approx(expected[rank], abs=1e-6)
+
+
+@pytest.mark.parametrize("where", ["init", "configure"])
+def test_validate_test_and_predict(trained: list[dict], where: str) -> None:
+    net = packed_net()
+    losses_by_hand(net, world=2)
+    with torch.no_grad():
+        for rank in range(2):
+            shares = [batch(500 + index, rank, 2) for index in range(2)]
+            expected = [nn.functional.cross_entropy(net(input), target).item() for input, target in shares]
+            assert trained[rank][where]["evaluated"] == pytest.approx(expected * 2, abs=1e-5)
+            predicted = [float(net(batch(index)[0]).sum()) for index in range(2)]
+            assert trained[rank][where]["predicted"] == pytest.approx(predicted, abs=1e-4)
+
+
+def test_the_report_is_printed_on_rank_0_only(trained: list[dict]) -> None:
+    assert trained[0]["log"].count("Quantization report") == 2  # one per fit that asked for it
+    assert "Quantization report" not in trained[1]["log"]
+
+
+def test_fabric_fits_clips_saves_and_resumes(tmp_path) -> None:
+    ranks = run_ranks("fabric", tmp_path)
+    expected = losses_by_hand(packed_net(), clip=0.5, world=2)
+    for rank in range(2):
+        assert ranks[rank]["losses"] == pytest.approx(expected[rank], abs=1e-6)
+        assert len(ranks[rank]["losses"]) > RESUME_AT
+    assert ranks[0]["rows"] == ranks[1]["rows"]

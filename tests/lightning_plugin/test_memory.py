@@ -1,0 +1,62 @@
+"""The dense model never exists: peak anonymous memory of building inside the Trainer's two contexts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+PROGRAM = """
+import re, sys, threading, time
+import lightning.pytorch as L, torch
+from torch import nn
+import halfbyte
+from lightning_plugin import HalfbytePrecision
+
+def anonymous(): return int(re.search(r"RssAnon:\\s+(\\d+)", open("/proc/self/status").read())[1]) / 1024
+
+class Measured:
+    def __enter__(self):
+        self.base, self.peak, self.done = anonymous(), 0.0, False
+        self.thread = threading.Thread(target=self.watch); self.thread.start()
+    def watch(self):
+        while not self.done:
+            self.peak = max(self.peak, anonymous()); time.sleep(0.001)
+    def __exit__(self, *_):
+        self.done = True; self.thread.join()
+
+def build(): return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(12)])
+
+class Module(L.LightningModule):
+    def configure_model(self):
+        with measured: self.net = build()
+    def predict_step(self, batch, index): return self.net(batch)
+
+run = L.Trainer(plugins=HalfbytePrecision("nf4"), accelerator="cpu", logger=False, barebones=True)
+for _ in range(2):  # the first layer of a process also brings in torch's own buffers
+    halfbyte.nn.QuantLinear(2048, 2048)
+measured = Measured()
+if sys.argv[1] == "configure_model":
+    module = Module(); run.predict(module, [torch.zeros(1, 2048)])
+else:
+    with run.init_module():
+        with measured: module = build()
+report = halfbyte.report(module)
+print(measured.peak - measured.base, report.bytes / 2**20, report.dense_bytes / 2**20)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
+@pytest.mark.parametrize("place", ["configure_model", "init_module"])
+def test_peak_of_building(place: str) -> None:
+    command = [sys.executable, "-W", "ignore", "-c", PROGRAM, place]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    peak, packed, dense = map(float, done.stdout.split())
+    assert dense == 12 * 16
+    assert packed == 12 * 2.25
+    # Below: the layers the process drew first left a buffer behind. Above: one layer is 16 MiB in fp32, its temporaries
+    # as much.
+    assert packed - 24 < peak < packed + 48, f"{place}: {peak:.0f} MiB"
+    print(f"{place}: peak {peak:.1f} MiB, packed {packed:.1f}, dense {dense:.0f}")
