@@ -47,7 +47,7 @@ def adamw8bit_step_(
     r"""AdamW: :math:`p \leftarrow (1 - \gamma \lambda) p - \gamma \hat m / (\sqrt{\hat v} + \epsilon)`.
 
     Args:
-        params: parameters, float32, bfloat16 or float16, contiguous, shape (N, ...): N rows of K elements; 1-D: one row.
+        params: parameters, float32, bfloat16 or float16, contiguous, shape (N, ...): N rows of K; 1-D: one row.
         grads: gradients of the same shapes, any of the three dtypes each.
         exp_avg_codes: first moments, uint8 of the parameters' shapes.
         exp_avg_scales: float32, shape (N, ceil(K / 256)) each.

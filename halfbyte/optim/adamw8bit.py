@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 from torch.optim.adam import adam
 from torch.optim.optimizer import ParamsT
 
 from halfbyte.ops.optimizer import adam8bit_step_, adamw8bit_step_
-from halfbyte.optim.base import Group, Moment, Optimizer8bit, Work
+from halfbyte.optim.base import Optimizer8bit
 from halfbyte.optim.checks import check_betas, check_extras, check_nonnegative
+from halfbyte.optim.work import Group, Moment, Work
 
 
 class _Adam(Optimizer8bit):
     moments = (Moment("exp_avg", signed=True), Moment("exp_avg_sq", signed=False))
+    torch_defaults: ClassVar[dict[str, Any]] = {
+        "lr": 1e-3,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+        "maximize": False,
+        "foreach": None,
+        "capturable": False,
+        "differentiable": False,
+        "fused": None,
+    }
     _decoupled: bool
 
     def __init__(
@@ -36,6 +49,7 @@ class _Adam(Optimizer8bit):
         super().__init__(params, defaults, offload=offload, fused_backward=fused_backward)
 
     def update_quantized(self, group: Group, work: Work) -> None:
+        """One op call on parameters with 8-bit state."""
         op = adamw8bit_step_ if self._decoupled else adam8bit_step_
         beta1, beta2 = group["betas"]
         op(
@@ -59,6 +73,7 @@ class _Adam(Optimizer8bit):
         )
 
     def update_dense(self, group: Group, work: Work) -> None:
+        """One step of parameters with float32 state."""
         beta1, beta2 = group["betas"]
         adam(
             work.params,

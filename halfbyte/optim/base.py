@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any, ClassVar, cast
 
@@ -12,56 +11,11 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import Optimizer, ParamsT
 
+from halfbyte.optim import backward, foreign
 from halfbyte.optim.dynamic_map import row_blocks, zero_code
+from halfbyte.optim.offload import step_streamed, to_host
 from halfbyte.optim.sharding import first_element, global_shape, is_eligible, like_param, local, local_grad
-
-Group = dict[str, Any]
-State = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Moment:
-    """One moment of a rule: the state's key prefix (torch.optim's name of it) and which map codes it."""
-
-    name: str
-    signed: bool
-
-    @property
-    def codes(self) -> str:
-        """State key of the codes."""
-        return f"{self.name}_codes"
-
-    @property
-    def scales(self) -> str:
-        """State key of the scales."""
-        return f"{self.name}_scales"
-
-
-@dataclass
-class Work:
-    """Parameters of one group on one device that are stepped together, as this rank's parts.
-
-    Attributes:
-        params: contiguous local parameters.
-        grads: contiguous local gradients of the same shapes.
-        states: the optimizer's state of each.
-        steps: step counts, one shared by all or one each, already increased.
-        offsets: index of each parameter's first element in the optimizer, or empty without stochastic rounding.
-        grad_scale: GradScaler's scale on this device, or None.
-        found_inf: GradScaler's flag on this device, or None.
-    """
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[State]
-    steps: list[Tensor]
-    offsets: list[int]
-    grad_scale: Tensor | None
-    found_inf: Tensor | None
-
-    def state(self, key: str) -> list[Tensor]:
-        """This rank's part of one entry of every state."""
-        return [local(state[key]) for state in self.states]
+from halfbyte.optim.work import Group, Moment, State, Work
 
 
 class Optimizer8bit(Optimizer):
@@ -83,13 +37,14 @@ class Optimizer8bit(Optimizer):
     """
 
     moments: ClassVar[tuple[Moment, ...]]
+    torch_defaults: ClassVar[dict[str, Any]]  # group keys of torch.optim's class of the rule, and their defaults
     _step_supports_amp_scaling = True  # GradScaler hands over grad_scale and found_inf instead of syncing
 
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, offload: bool = False, fused_backward: bool = False
     ) -> None:
-        if offload or fused_backward:
-            raise NotImplementedError(f"{type(self).__name__}: offload and fused_backward are not available yet")
+        self._offload = offload
+        self._fused_backward = fused_backward
         super().__init__(params, defaults)
 
     # -- what a rule defines
@@ -122,6 +77,8 @@ class Optimizer8bit(Optimizer):
                     f"{type(self).__name__}: {self._describe(group, i)} is complex ({p.dtype}); supported are real "
                     "float parameters: pass torch.view_as_real of it"
                 )
+        if self._fused_backward:
+            backward.attach(self, len(self.param_groups) - 1, group["params"])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -140,9 +97,41 @@ class Optimizer8bit(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._fused_backward:
+            if getattr(self, "found_inf", None) is not None:
+                raise NotImplementedError(
+                    f"{type(self).__name__}: fused_backward cannot be used with GradScaler, which looks at all "
+                    "gradients before the first step; use bfloat16 or fused_backward=False"
+                )
+            return loss
         for group in self.param_groups:
             self._step_group(group, group["params"])
         return loss
+
+    @torch.no_grad()
+    def step_parameter(self, group_index: int, param: Tensor) -> None:
+        """Steps one parameter that has its gradient; called by the hooks of `fused_backward`.
+
+        Args:
+            group_index: index of its group.
+            param: the parameter.
+        """
+        self._step_group(self.param_groups[group_index], [param])
+
+    def attach_ddp(self, ddp: torch.nn.Module) -> None:
+        """With `fused_backward`: steps the parameters of a DDP module when their averaged gradients arrive.
+
+        Call it once, before the first backward; gradients accumulated under `no_sync` are part of the next step.
+
+        Args:
+            ddp: a `torch.nn.parallel.DistributedDataParallel` module.
+
+        Raises:
+            ValueError: the optimizer was built without fused_backward, or has none of the module's parameters.
+        """
+        if not self._fused_backward:
+            raise ValueError(f"{type(self).__name__}.attach_ddp: build the optimizer with fused_backward=True")
+        backward.attach_ddp(self, ddp)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads a state dict of this class; every tensor keeps its own dtype.
@@ -172,11 +161,60 @@ class Optimizer8bit(Optimizer):
             before.remove()
             after.remove()
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_offload": self._offload, "_fused_backward": self._fused_backward}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        if state.get("_fused_backward", False):  # a copy or an unpickled optimizer: its parameters have no hooks yet
+            for index, group in enumerate(self.param_groups):
+                backward.attach(self, index, group["params"])
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
+
+    # -- state of other libraries
+
+    def torch_state_dict(self) -> dict[str, Any]:
+        """This optimizer's state dict as `torch.optim` writes it, for its class of the same rule.
+
+        Moments become float32 of the parameter's shape. `load_torch_state_dict` of it restores codes and scales bit for
+        bit (scales of at least 2**-100).
+
+        Returns:
+            A state dict for torch.optim.AdamW, Adam or SGD; DTensor parameters give DTensor moments. torch has no Lion:
+            its moment goes under Adam's name.
+        """
+        return foreign.to_torch(self)
+
+    def load_torch_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the state of `torch.optim` (the class of the same rule): moments are coded in 8 bits.
+
+        Hyper-parameters of the groups come along, as with `load_state_dict`.
+
+        Args:
+            state_dict: of torch.optim.AdamW, Adam or SGD, or of `torch_state_dict`; tensors may be DTensors, whole, or
+                this rank's part.
+
+        Raises:
+            ValueError: groups do not match, amsgrad state, or a moment is missing or has another shape.
+        """
+        foreign.from_torch(self, state_dict)
+
+    def load_bitsandbytes_state_dict(self, state_dict: dict[str, Any], *, block_size: int | None = None) -> None:
+        """Takes over the state of bitsandbytes' optimizer of the same rule, flat or wrapped for FSDP.
+
+        Byte for byte where its blocks are ours (K % 256 == 0 and its block size 256), coded anew otherwise.
+
+        Args:
+            state_dict: of `bitsandbytes.optim` (8-bit block-wise or 32-bit), from `state_dict()`.
+            block_size: its elements per scale, where the number of scales does not tell.
+
+        Raises:
+            ValueError: groups do not match, an entry is missing or does not fit, or the block size is ambiguous.
+            NotImplementedError: sharded parameters: its flat blocks straddle the shards.
+        """
+        foreign.from_bitsandbytes(self, state_dict, block_size)
 
     # -- one group
 
@@ -223,12 +261,25 @@ class Optimizer8bit(Optimizer):
             new_steps[p.device] = torch.zeros((), dtype=torch.float32, device=p.device)
         state["step"] = new_steps[p.device]
         rows, _, blocks = row_blocks(piece.shape)
-        global_rows = p.shape[0] if p.dim() > 1 else 1
         for moment in self.moments:
             codes = torch.full(piece.shape, zero_code(moment.signed), dtype=torch.uint8, device=p.device)
-            state[moment.codes] = like_param(p, codes, tuple(p.shape))
-            scales = torch.zeros((rows, blocks), dtype=torch.float32, device=p.device)
-            state[moment.scales] = like_param(p, scales, (global_rows, blocks))
+            self.set_moment(p, state, moment, codes, torch.zeros((rows, blocks), dtype=torch.float32, device=p.device))
+
+    def set_moment(self, param: Tensor, state: State, moment: Moment, codes: Tensor, scales: Tensor) -> None:
+        """Writes one moment of this rank's part into a parameter's state, in host memory if the state is offloaded.
+
+        Args:
+            param: the parameter.
+            state: its state.
+            moment: which moment.
+            codes: uint8 of the local parameter's shape.
+            scales: float32 (N, ceil(K / 256)) of the local rows.
+        """
+        if self._offload:
+            codes, scales = to_host(codes, param.device), to_host(scales, param.device)
+        rows = param.shape[0] if param.dim() > 1 else 1
+        state[moment.codes] = like_param(param, codes, tuple(param.shape))
+        state[moment.scales] = like_param(param, scales, (rows, scales.shape[1]))
 
     def _gather(self, group: Group, members: list[Tensor], device: torch.device) -> Work:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
@@ -268,7 +319,11 @@ class Optimizer8bit(Optimizer):
         originals = [work.params[i] for i in strided]
         for i in strided:
             work.params[i] = work.params[i].contiguous()
-        self.update_quantized(group, work)
+        device = work.params[0].device
+        if self._offload and device.type != "cpu":
+            step_streamed(work, self.moments, device, lambda part: self.update_quantized(group, part))
+        else:
+            self.update_quantized(group, work)
         for i, original in zip(strided, originals, strict=True):
             original.copy_(work.params[i])
 
@@ -319,6 +374,8 @@ class Optimizer8bit(Optimizer):
             if id(value) not in shared:
                 shared[id(value)] = value.detach().clone().to(device=param.device, dtype=torch.float32)
             return shared[id(value)]
+        if self._offload and key in {k for moment in self.moments for k in (moment.codes, moment.scales)}:
+            return like_param(param, to_host(local(value), param.device), tuple(value.shape))
         return value.to(device=param.device)
 
     def _check_state(self, param: Tensor, state: State, key: Any) -> None:

@@ -1,0 +1,140 @@
+"""SGD8bit."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from halfbyte.ops.optimizer import sgd8bit_step_
+from halfbyte.optim import dense
+from halfbyte.optim.base import Optimizer8bit
+from halfbyte.optim.checks import check_extras, check_nonnegative
+from halfbyte.optim.work import Group, Moment, Work
+
+
+class SGD8bit(Optimizer8bit):
+    r"""SGD with momentum, dampening and nesterov as in torch, its buffer in 8 bits: 1.02 bytes of state per parameter.
+
+    .. math:: g \leftarrow g + \lambda p,\quad b \leftarrow \mu b + (1 - \tau) g\ (\text{first step: } b \leftarrow g),
+              \quad p \leftarrow p - \gamma b\ (\text{nesterov: } p - \gamma (g + \mu b))
+
+    A group with momentum 0 has no buffer.
+
+    Args:
+        params: parameters or groups as for `torch.optim.SGD`; float32, bfloat16, float16, mixed at will.
+        lr: learning rate.
+        momentum: decay of the buffer.
+        dampening: of the gradient in the buffer.
+        weight_decay: L2 penalty.
+        nesterov: uses the gradient plus momentum times the buffer.
+        maximize: as in `AdamW8bit`, like every argument below.
+        quantize_state: None, True or False.
+        stochastic_rounding: of 16-bit parameters with 8-bit state.
+        seed: of the stochastic rounding.
+        offload: keeps the state in host memory.
+        fused_backward: steps during backward.
+
+    Raises:
+        ValueError: a hyper-parameter out of its range; nesterov without momentum or with dampening.
+        NotImplementedError: complex parameters or sparse gradients.
+
+    Source: `torch.optim.SGD` for the rule; Dettmers et al. 2022 (arXiv:2110.02861).
+    """
+
+    moments = (Moment("momentum_buffer", signed=True),)
+    torch_defaults: ClassVar[dict[str, Any]] = {
+        "lr": 1e-3,
+        "momentum": 0.0,
+        "dampening": 0.0,
+        "weight_decay": 0.0,
+        "nesterov": False,
+        "maximize": False,
+        "foreach": None,
+        "differentiable": False,
+        "fused": None,
+    }
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0.0,
+        dampening: float = 0.0,
+        weight_decay: float = 0.0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        quantize_state: bool | None = None,
+        stochastic_rounding: bool = False,
+        seed: int = 0,
+        offload: bool = False,
+        fused_backward: bool = False,
+    ) -> None:
+        check_nonnegative("SGD8bit", lr=lr, momentum=momentum, weight_decay=weight_decay)
+        if nesterov and (momentum <= 0 or dampening != 0):
+            raise ValueError(
+                f"SGD8bit: nesterov needs momentum above 0 and no dampening, got momentum={momentum}, "
+                f"dampening={dampening}"
+            )
+        extras = {
+            "maximize": maximize,
+            "quantize_state": quantize_state,
+            "stochastic_rounding": stochastic_rounding,
+            "seed": seed,
+        }
+        check_extras("SGD8bit", extras)
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "dampening": dampening,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            **extras,
+        }
+        super().__init__(params, defaults, offload=offload, fused_backward=fused_backward)
+
+    def has_state(self, group: Group) -> bool:
+        """Without momentum there is no buffer."""
+        return bool(group["momentum"] != 0)
+
+    def update_quantized(self, group: Group, work: Work) -> None:
+        """One op call on parameters with 8-bit state."""
+        sgd8bit_step_(
+            work.params,
+            work.grads,
+            work.state("momentum_buffer_codes"),
+            work.state("momentum_buffer_scales"),
+            work.steps,
+            lr=group["lr"],
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=group["weight_decay"],
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+            grad_scale=work.grad_scale,
+            found_inf=work.found_inf,
+            element_offsets=work.offsets,
+            seed=group["seed"] if group["stochastic_rounding"] else None,
+        )
+
+    def update_dense(self, group: Group, work: Work) -> None:
+        """One step of parameters with float32 state, or with none."""
+        momentum, dampening = group["momentum"], group["dampening"]
+        directions = dense.gradients(work, group["maximize"])
+        dense.count_step(work)
+        if group["weight_decay"] != 0:
+            directions = list(torch._foreach_add(directions, work.params, alpha=group["weight_decay"]))
+        if self.moments[0].name in work.states[0]:
+            buffers, taken = work.state("momentum_buffer"), directions
+            if dampening != 0:  # not at the first step, which is known on the device only
+                takes = [torch.where(step <= 1, 1.0, 1.0 - dampening) for step in work.steps]
+                taken = [g * take for g, take in zip(directions, takes, strict=True)]
+            updated = list(torch._foreach_add(torch._foreach_mul(buffers, momentum), taken))
+            directions = list(torch._foreach_add(directions, updated, alpha=momentum)) if group["nesterov"] else updated
+            values = dense.step_along(work.params, directions, group["lr"])
+            dense.commit(work, buffers + work.params, updated + values)
+        else:
+            dense.commit(work, work.params, dense.step_along(work.params, directions, group["lr"]))

@@ -1,0 +1,58 @@
+"""What one optimizer step works on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from halfbyte.optim.sharding import local
+
+Group = dict[str, Any]
+State = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment of a rule: the state's key prefix (torch.optim's name of it) and which map codes it."""
+
+    name: str
+    signed: bool
+
+    @property
+    def codes(self) -> str:
+        """State key of the codes."""
+        return f"{self.name}_codes"
+
+    @property
+    def scales(self) -> str:
+        """State key of the scales."""
+        return f"{self.name}_scales"
+
+
+@dataclass
+class Work:
+    """Parameters of one group on one device that are stepped together, as this rank's parts.
+
+    Attributes:
+        params: contiguous local parameters.
+        grads: contiguous local gradients of the same shapes.
+        states: the optimizer's state of each.
+        steps: step counts, one shared by all or one each, already increased.
+        offsets: index of each parameter's first element in the optimizer, or empty without stochastic rounding.
+        grad_scale: GradScaler's scale on this device, or None.
+        found_inf: GradScaler's flag on this device, or None.
+    """
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    states: list[State]
+    steps: list[Tensor]
+    offsets: list[int]
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    def state(self, key: str) -> list[Tensor]:
+        """This rank's part of one entry of every state."""
+        return [local(state[key]) for state in self.states]
