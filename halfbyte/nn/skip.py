@@ -93,8 +93,8 @@ class SkipRules:
         for part in model.modules():
             for child in getattr(part, "adapter_layer_names", None) or ():  # PEFT's layers name what they train
                 adapter = getattr(part, child, None)
-                if isinstance(adapter, nn.Module):
-                    reasons.update((layer, f"adapter ({child})") for layer in adapter.modules() if layer not in reasons)
+                inside = set(adapter.modules()) if isinstance(adapter, nn.Module) else set()
+                reasons.update((layer, f"adapter ({child})") for layer in layers.values() if layer in inside)
         if self.by_default:
             for part in model.modules():  # the model may be a part of a LightningModule
                 if (output := output_embedding(part)) is not None:
