@@ -1,6 +1,6 @@
 """Native low-bit training for PyTorch: a quantized weight is one matrix of bytes."""
 
-from halfbyte import memory, nn, ops
+from halfbyte import memory, nn, ops, optim
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.memory.report import Report, report, verify
@@ -20,6 +20,7 @@ __all__ = [
     "memory",
     "nn",
     "ops",
+    "optim",
     "quantize",
     "quantize_model",
     "report",

@@ -8,6 +8,18 @@ also be called directly.
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.embedding import embedding
 from halfbyte.ops.linear import clear_workspace, linear, linear_backward_input
+from halfbyte.ops.optimizer import adam8bit_step_, adamw8bit_step_, lion8bit_step_, sgd8bit_step_
 from halfbyte.ops.quantize import quantize
 
-__all__ = ["clear_workspace", "dequantize", "embedding", "linear", "linear_backward_input", "quantize"]
+__all__ = [
+    "adam8bit_step_",
+    "adamw8bit_step_",
+    "clear_workspace",
+    "dequantize",
+    "embedding",
+    "linear",
+    "linear_backward_input",
+    "lion8bit_step_",
+    "quantize",
+    "sgd8bit_step_",
+]

@@ -11,7 +11,7 @@ import torch
 from torch.library import opcheck
 
 import halfbyte  # noqa: F401
-from halfbyte.testing import SPECS, registered_ops
+from halfbyte.testing import SPECS, keywords_of, registered_ops
 
 SAMPLES = [(name, i) for name, spec in SPECS.items() for i, _ in enumerate(spec.samples("cpu"))]
 HOSTILE = [(name, i) for name, spec in SPECS.items() for i, _ in enumerate(spec.hostile("cpu"))]
@@ -28,20 +28,20 @@ def test_every_op_has_samples_and_every_sample_an_op() -> None:
 @pytest.mark.parametrize(("name", "index"), SAMPLES)
 def test_opcheck(name: str, index: int) -> None:
     args = next(itertools.islice(SPECS[name].samples("cpu"), index, None))
-    opcheck(op(name), args)
+    opcheck(op(name), tuple(args), keywords_of(args))  # pytree does not look into a Call
 
 
 @pytest.mark.parametrize(("name", "index"), HOSTILE)
 def test_hostile_arguments_raise_and_name_the_op(name: str, index: int) -> None:
     args, error, text = next(itertools.islice(SPECS[name].hostile("cpu"), index, None))
     with pytest.raises(error, match=text) as raised:
-        op(name)(*args)
+        op(name)(*args, **keywords_of(args))
     assert str(raised.value).startswith(f"halfbyte::{name}: ")
 
 
 FUZZ = """
 import random, sys, torch, halfbyte
-from halfbyte.testing import SPECS
+from halfbyte.testing import SPECS, keywords_of
 rng = random.Random(int(sys.argv[1])); torch.manual_seed(0)
 INTS = [0, 1, -1, 2, 5, 32, 63, 64, 65, 100, 4096, 2**31, 2**40, 2**62, -2**63]
 def tensor():
@@ -64,14 +64,15 @@ for name, spec in sorted(SPECS.items()):
     pool = list(spec.samples("cpu"))
     for _ in range(int(sys.argv[2])):
         types = [a.type for a in op._schema.arguments]
-        base = list(rng.choice(pool)) if pool else []
-        base += [value(t) for t in types[len(base):]]
-        args = [value(t) if rng.random() < 0.3 else a for a, t in zip(base, types)]
-        if any(str(a.name) == "dtype" for a in op._schema.arguments):
-            index = [a.name for a in op._schema.arguments].index("dtype")
-            if not isinstance(args[index], torch.dtype): args[index] = rng.choice([torch.float32, torch.int8, torch.float64])
+        sample = rng.choice(pool)
+        args = [value(t) if rng.random() < 0.3 else a for a, t in zip(sample, types)]
+        by_name = {a.name: a.type for a in op._schema.arguments}
+        words = {k: value(by_name[k]) if rng.random() < 0.3 else v for k, v in keywords_of(sample).items()}
+        for i, argument in enumerate(op._schema.arguments):
+            if argument.name == "dtype" and not isinstance(args[i], torch.dtype):
+                args[i] = rng.choice([torch.float32, torch.int8, torch.float64])
         try:
-            with torch.no_grad(): op(*args)
+            with torch.no_grad(): op(*args, **words)
         except (ValueError, IndexError, RuntimeError, TypeError): pass
 print("survived")
 """
