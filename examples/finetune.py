@@ -15,13 +15,13 @@ from pathlib import Path
 
 import lightning as L
 import torch
-from halfbyte.optim import AdamW8bit
-from lightning_plugin import HalfbytePrecision, QuantizationReport
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import halfbyte
+from halfbyte.optim import AdamW8bit
+from lightning_plugin import HalfbytePrecision, QuantizationReport
 
 
 class FineTuning(L.LightningModule):

@@ -247,7 +247,6 @@ def _optimizer_samples(name: str) -> Callable[[str], Iterator[tuple[Any, ...]]]:
     def samples(device: str) -> Iterator[tuple[Any, ...]]:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
             yield _optimizer_call(name, device, ((300,), (17, 33), (2, 3, 300)), dtype)
-        yield _optimizer_call(name, device, (), torch.float32)
         yield _optimizer_call(name, device, ((4, 256),), torch.bfloat16, maximize=True, seed=7, element_offsets=[11])
         one = torch.ones((), device=device)
         yield _optimizer_call(name, device, ((4, 256),), torch.float32, lr_tensor=one, grad_scale=one, found_inf=one)
