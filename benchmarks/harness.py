@@ -15,7 +15,9 @@
 A round runs each case once, in order (A B A B): drift of the machine hits all of them alike. A case gets the round's
 number to pick its buffers with. A sample is *quiet* when nothing else was runnable before and after it; a case's time
 is the median of its quiet samples, or the lower quintile of all samples when fewer than 5 were quiet (a busy machine
-only ever adds time). Times are seconds, sizes bytes, rates per second. Plain Python and torch; g++ for the floors.
+only ever adds time). With `--threads 1` the clock is the thread's own CPU time, which other processes do not add to:
+the better measurement on a machine that is not idle. Times are seconds, sizes bytes, rates per second. Needs torch,
+and g++ for the floors.
 """
 
 from __future__ import annotations
@@ -37,6 +39,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+
+import halfbyte  # noqa: F401  registers torch.ops.halfbyte
 
 ROOT = Path(__file__).resolve().parent.parent
 ISA_NAMES = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
@@ -76,7 +80,12 @@ def arguments(doc: str | None, argv: Sequence[str] | None = None, **extra: Any) 
     parser.add_argument("--json", type=Path, help="where to write (default: benchmarks/results/NAME-ISA.json)")
     for name, keywords in extra.items():
         parser.add_argument(f"--{name}", **keywords)
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.threads and argv is None and os.environ.get("OMP_NUM_THREADS") != str(args.threads):
+        # Peers bring OpenMP runtimes of their own, which read this when they are loaded and never again.
+        os.environ["OMP_NUM_THREADS"] = str(args.threads)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    return args
 
 
 def cpu_model() -> str:
@@ -94,15 +103,8 @@ def last_level_cache() -> int:
     return max((int(s[:-1]) * units[s[-1]] for s in sizes), default=32 << 20)
 
 
-def load_ops() -> None:
-    """Makes torch.ops.halfbyte available."""
-    if not hasattr(torch.ops.halfbyte, "quantize"):
-        torch.ops.load_library(str(ROOT / "halfbyte" / "lib" / "libhalfbyte_cpu.so"))
-
-
 def environment() -> dict[str, Any]:
     """Everything a number depends on: CPU, ISA in use, threads, versions, commit."""
-    load_ops()
     versions = {"python": platform.python_version(), "torch": torch.__version__}
     for name in PEERS:
         try:
@@ -131,6 +133,18 @@ def environment() -> dict[str, Any]:
 def rotate(make: Callable[[int], T], item_bytes: int) -> list[T]:
     """`make(0), make(1), ...`: enough items that using them in turn finds none in the last-level cache (at least 2)."""
     return [make(i) for i in range(max(2, 1 + -(-2 * last_level_cache() // max(1, item_bytes))))]
+
+
+def reuse_memory() -> None:
+    """From here on, freed memory is handed out again with its pages, for every library in the process (glibc).
+
+    By default a tensor of 32 MiB comes from fresh pages, and each first touch of 4 KiB costs about as much as writing 30:
+    that measures the system, not a kernel. Time what users see before this call, kernels after it.
+    """
+    m_trim_threshold, m_mmap_threshold = -1, -3
+    libc = ctypes.CDLL("libc.so.6")
+    if not (libc.mallopt(m_mmap_threshold, 1 << 30) and libc.mallopt(m_trim_threshold, (1 << 31) - 1)):
+        raise OSError("mallopt refused")
 
 
 def aligned(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -187,6 +201,8 @@ def _runnable() -> int:
 
 def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.0) -> dict[str, Timing]:
     """Times every case once per round, `rounds` times or until `seconds` have passed (never fewer than 3 rounds)."""
+    alone = torch.get_num_threads() == 1
+    clock = time.thread_time if alone else time.perf_counter
     samples: dict[str, list[float]] = {name: [] for name in cases}
     quiet: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
@@ -197,14 +213,14 @@ def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.
             break
         for name, case in cases.items():
             for _ in range(4):  # give a passing process 16 ms to finish
-                if before := _runnable() <= 1:
+                if before := alone or _runnable() <= 1:
                     break
                 time.sleep(0.004)
-            begin = time.perf_counter()
+            begin = clock()
             case.run(i)
-            elapsed = time.perf_counter() - begin
+            elapsed = clock() - begin
             samples[name].append(elapsed)
-            if before and _runnable() <= 2:  # our own pool may still be spinning down
+            if before and (alone or _runnable() <= 2):  # our own pool may still be spinning down
                 quiet[name].append(elapsed)
     return {name: _timing(samples[name], quiet[name]) for name in cases}
 

@@ -1,8 +1,8 @@
 // Front of dequantize on the CPU: check, allocate, split rows over threads.
 #include "dequantize.h"
 
-#include "huge_pages.h"
 #include "isa.h"
+#include "output_memory.h"
 
 namespace halfbyte::cpu {
 
@@ -26,9 +26,8 @@ Tensor dequantize(const Tensor& packed, int64_t format, int64_t block_size, int6
   Tensor output = torch::stable::new_empty(source, with_last_size(packed, in_features), dtype);
   const int64_t output_bytes = output.numel() * int64_t(output.element_size());
   prefer_huge_pages(output.mutable_data_ptr(), output_bytes);
-  // Past the last-level cache of small machines an output is not read back from it anyway.
-  const bool stream = output_bytes >= (int64_t(16) << 20);
-  dequantize_into(source.const_data_ptr<uint8_t>(), leading_numel(packed), layout, out_dtype, output.mutable_data_ptr(), stream);
+  dequantize_into(source.const_data_ptr<uint8_t>(), leading_numel(packed), layout, out_dtype, output.mutable_data_ptr(),
+                  output_bytes >= kStreamBytes);
   return output;
 }
 

@@ -68,15 +68,22 @@ struct ScaledCodebook<float> {
   }
 };
 
-// 8 codes -> 8 floats; e4m3 comes out as value / 256: its bits, moved, are that number in fp16, subnormals included.
+// 16 codes -> floats; e4m3 comes out as value / 256: its bits, moved, are that number in fp16, subnormals included.
 template <bool FP8>
-inline __m256 widen_codes(const uint8_t* codes) {
-  const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes));
-  if (!FP8) return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+inline void widen_codes(const uint8_t* codes, __m256& low, __m256& high) {
+  if (!FP8) {
+    low = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
+    high = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 8))));
+    return;
+  }
+  const __m256i words = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
   // Sign-extended and shifted by 7, the sign sits in bits 15 and 14: bit 14 goes.
-  const __m128i half = _mm_and_si128(_mm_slli_epi16(_mm_cvtepi8_epi16(bytes), 7), _mm_set1_epi16(int16_t(0xBF80)));
-  const __m128i is_nan = _mm_cmpeq_epi16(_mm_or_si128(half, _mm_set1_epi16(int16_t(0x8000))), _mm_set1_epi16(int16_t(0xBF80)));
-  return _mm256_cvtph_ps(_mm_or_si128(half, _mm_and_si128(is_nan, _mm_set1_epi16(0x7E00))));
+  const __m256i nan = _mm256_set1_epi16(int16_t(0xBF80));
+  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(words, 7), nan);
+  const __m256i is_nan = _mm256_cmpeq_epi16(_mm256_or_si256(half, _mm256_set1_epi16(int16_t(0x8000))), nan);
+  const __m256i value = _mm256_or_si256(half, _mm256_and_si256(is_nan, _mm256_set1_epi16(0x7E00)));
+  low = _mm256_cvtph_ps(_mm256_castsi256_si128(value));
+  high = _mm256_cvtph_ps(_mm256_extracti128_si256(value, 1));
 }
 
 // 32 int8 or e4m3 codes -> code * quotient.
@@ -85,8 +92,10 @@ inline void decode_8bit(const uint8_t* codes, float quotient, T* out) {
   // 256 * quotient is exact and finite (quotient <= FLT_MAX / 448), so the product still rounds once.
   const __m256 scale = _mm256_set1_ps(FP8 ? quotient * 256.0f : quotient);
   for (int i = 0; i < 32; i += 16) {
-    const __m256 a = _mm256_mul_ps(widen_codes<FP8>(codes + i), scale);
-    const __m256 b = _mm256_mul_ps(widen_codes<FP8>(codes + i + 8), scale);
+    __m256 a, b;
+    widen_codes<FP8>(codes + i, a, b);
+    a = _mm256_mul_ps(a, scale);
+    b = _mm256_mul_ps(b, scale);
     if constexpr (sizeof(T) == 4) {
       store_vector<Stream>(out + i, _mm256_castps_si256(a));
       store_vector<Stream>(out + i + 8, _mm256_castps_si256(b));
@@ -95,8 +104,6 @@ inline void decode_8bit(const uint8_t* codes, float quotient, T* out) {
     }
   }
 }
-
-inline void stream_fence() { _mm_sfence(); }
 
 }  // namespace
 }  // namespace halfbyte::cpu

@@ -48,16 +48,22 @@ struct ScaledCodebook<float> {
   }
 };
 
-// 16 codes -> 16 floats; e4m3 comes out as value / 256: its bits, moved, are that number in fp16, subnormals included.
+// 32 codes -> floats; e4m3 comes out as value / 256: its bits, moved, are that number in fp16, subnormals included.
 template <bool FP8>
-inline __m512 widen_codes(const uint8_t* codes) {
-  const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
-  if (!FP8) return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+inline void widen_codes(const uint8_t* codes, __m512& low, __m512& high) {
+  const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(codes));
+  if (!FP8) {
+    low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+    high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+    return;
+  }
   // Sign-extended and shifted by 7, the sign sits in bits 15 and 14: bit 14 goes.
-  const __m256i half = _mm256_and_si256(_mm256_slli_epi16(_mm256_cvtepi8_epi16(bytes), 7), _mm256_set1_epi16(int16_t(0xBF80)));
-  const __mmask16 is_nan = _mm256_cmpeq_epi16_mask(_mm256_or_si256(half, _mm256_set1_epi16(int16_t(0x8000))),
-                                                   _mm256_set1_epi16(int16_t(0xBF80)));
-  return _mm512_cvtph_ps(_mm256_mask_mov_epi16(half, is_nan, _mm256_set1_epi16(0x7E00)));
+  const __m512i nan = _mm512_set1_epi16(int16_t(0xBF80));
+  __m512i half = _mm512_and_si512(_mm512_slli_epi16(_mm512_cvtepi8_epi16(bytes), 7), nan);
+  const __mmask32 is_nan = _mm512_cmpeq_epi16_mask(_mm512_or_si512(half, _mm512_set1_epi16(int16_t(0x8000))), nan);
+  half = _mm512_mask_mov_epi16(half, is_nan, _mm512_set1_epi16(0x7E00));
+  low = _mm512_cvtph_ps(_mm512_castsi512_si256(half));
+  high = _mm512_cvtph_ps(_mm512_extracti64x4_epi64(half, 1));
 }
 
 // 32 int8 or e4m3 codes -> code * quotient.
@@ -65,8 +71,10 @@ template <class T, bool FP8, bool Stream>
 inline void decode_8bit(const uint8_t* codes, float quotient, T* out) {
   // 256 * quotient is exact and finite (quotient <= FLT_MAX / 448), so the product still rounds once.
   const __m512 scale = _mm512_set1_ps(FP8 ? quotient * 256.0f : quotient);
-  const __m512 a = _mm512_mul_ps(widen_codes<FP8>(codes), scale);
-  const __m512 b = _mm512_mul_ps(widen_codes<FP8>(codes + 16), scale);
+  __m512 a, b;
+  widen_codes<FP8>(codes, a, b);
+  a = _mm512_mul_ps(a, scale);
+  b = _mm512_mul_ps(b, scale);
   if constexpr (sizeof(T) == 4) {
     store_vector<Stream>(out, _mm512_castps_si512(a));
     store_vector<Stream>(out + 16, _mm512_castps_si512(b));
@@ -74,8 +82,6 @@ inline void decode_8bit(const uint8_t* codes, float quotient, T* out) {
     store_vector<Stream>(out, _mm512_inserti64x4(_mm512_castsi256_si512(narrow_floats<T>(a)), narrow_floats<T>(b), 1));
   }
 }
-
-inline void stream_fence() { _mm_sfence(); }
 
 }  // namespace
 }  // namespace halfbyte::cpu

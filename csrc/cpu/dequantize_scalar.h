@@ -35,9 +35,5 @@ inline void decode_8bit(const uint8_t* codes, float quotient, T* out) {
     out[i] = from_float<T>((FP8 ? fp8_to_float(codes[i]) : float(int8_t(codes[i]))) * quotient);
 }
 
-constexpr int64_t kStreamAlignment = 1;
-inline void stream_copy(void* target, const void* source, int64_t bytes) { memcpy(target, source, size_t(bytes)); }
-inline void stream_fence() {}
-
 }  // namespace
 }  // namespace halfbyte::cpu

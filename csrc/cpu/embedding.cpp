@@ -2,6 +2,7 @@
 #include "../bridge.h"
 #include "../checks.h"
 #include "isa.h"
+#include "output_memory.h"
 
 namespace halfbyte::cpu {
 namespace {
@@ -35,10 +36,12 @@ Tensor embedding(const Tensor& indices, const Tensor& packed, int64_t format, in
   const auto* source = rows.const_data_ptr<uint8_t>();
   auto* target = static_cast<char*>(output.mutable_data_ptr());
   const int64_t output_row = embedding_dim * int64_t(output.element_size());
+  prefer_huge_pages(output.mutable_data_ptr(), count * output_row);
+  const bool stream = count * output_row >= kStreamBytes;
   const Kernels& table = kernels();
   parallel_rows(count, 1 + (int64_t(1) << 15) / embedding_dim, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i)
-      table.dequantize_rows(source + id_at(i) * layout.row_bytes, 1, layout, out_dtype, target + i * output_row, false);
+      table.dequantize_rows(source + id_at(i) * layout.row_bytes, 1, layout, out_dtype, target + i * output_row, stream);
   });
   return output;
 }

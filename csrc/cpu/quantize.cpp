@@ -1,8 +1,8 @@
 // Fronts of quantize and quantize_with_scales on the CPU: check, allocate, split rows over threads.
 #include "../bridge.h"
 #include "../checks.h"
-#include "huge_pages.h"
 #include "isa.h"
+#include "output_memory.h"
 
 namespace halfbyte::cpu {
 namespace {
@@ -24,11 +24,11 @@ Tensor quantize_checked(const char* op, const Tensor& input, const std::optional
     s = torch::stable::contiguous(*scales);
   }
   Tensor packed = torch::stable::new_empty(x, with_last_size(input, layout.row_bytes), ScalarType::Byte);
+  const int64_t source_row = layout.in_features * int64_t(x.element_size());
   prefer_huge_pages(packed.mutable_data_ptr(), rows * layout.row_bytes);
   const auto* source = static_cast<const char*>(x.const_data_ptr());
   const float* given = s ? s->const_data_ptr<float>() : nullptr;
   auto* target = packed.mutable_data_ptr<uint8_t>();
-  const int64_t source_row = layout.in_features * int64_t(x.element_size());
   const Kernels& table = kernels();
   parallel_rows(rows, 1 + (int64_t(1) << 14) / layout.in_features, [&](int64_t begin, int64_t end) {
     table.quantize_rows(source + begin * source_row, dtype, given ? given + begin * layout.num_blocks : nullptr,

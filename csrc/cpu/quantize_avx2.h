@@ -79,30 +79,57 @@ inline __m256i search_fp4(__m256 v) {
   return _mm256_sub_epi32(count, eight);
 }
 
-// 32 dwords in 4 vectors -> 32 bytes with signed saturation; elements 0-3, 8-11, 16-19, 24-27 | 4-7, 12-15, 20-23, 28-31.
-inline __m256i pack_dwords(__m256i a, __m256i b, __m256i c, __m256i d) {
-  return _mm256_packs_epi16(_mm256_packs_epi32(a, b), _mm256_packs_epi32(c, d));
+// 32 elements as floats, in the order that is cheapest to make and that the packs below undo.
+template <class T>
+inline void load_group(const T* x, __m256 (&v)[4]) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) v[i] = load_floats(x + 8 * i);
+}
+template <class T>
+constexpr bool kLoadsWide = false;
+template <>
+constexpr bool kLoadsWide<BFloat16> = true;
+template <>
+inline void load_group(const BFloat16* x, __m256 (&v)[4]) {  // 0-3, 8-11 | 4-7, 12-15 | and 16 further
+  const __m256i zero = _mm256_setzero_si256();
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; ++i) {
+    const __m256i words = load_vector(x + 16 * i);
+    v[2 * i] = _mm256_castsi256_ps(_mm256_unpacklo_epi16(zero, words));
+    v[2 * i + 1] = _mm256_castsi256_ps(_mm256_unpackhi_epi16(zero, words));
+  }
+}
+
+// The dwords of 32 elements that load_group made -> bytes with saturation, in the order the packs leave: dwords of
+// elements 0-3, 8-11, 16-19, 24-27 | 4-7, 12-15, 20-23, 28-31, or for bf16 0-7, 16-23 | 8-15, 24-31.
+template <bool Signed>
+inline __m256i pack_group(const __m256i (&v)[4]) {
+  const __m256i low = _mm256_packs_epi32(v[0], v[1]), high = _mm256_packs_epi32(v[2], v[3]);
+  return Signed ? _mm256_packs_epi16(low, high) : _mm256_packus_epi16(low, high);
 }
 
 // 32 elements -> 16 bytes of codes of x * reciprocal. Beyond (products outside [-1, 1]) needs nothing special here.
 template <class T, bool FP4, bool Beyond>
 inline void encode_4bit(const T* x, float reciprocal, uint8_t* codes) {
   const __m256 scale = _mm256_set1_ps(reciprocal);
+  __m256 v[4];
   __m256i found[4];
+  load_group(x, v);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const __m256 v = _mm256_mul_ps(load_floats(x + 8 * i), scale);
-    found[i] = FP4 ? search_fp4(v) : search_nf4(v);
+    v[i] = _mm256_mul_ps(v[i], scale);
+    found[i] = FP4 ? search_fp4(v[i]) : search_nf4(v[i]);
   }
-  __m256i bytes = _mm256_abs_epi8(pack_dwords(found[0], found[1], found[2], found[3]));
+  __m256i bytes = _mm256_abs_epi8(pack_group<true>(found));
   if (FP4) {  // rank + 8 * sign -> code; -0 does not exist
     const __m256i code = _mm256_broadcastsi128_si256(_mm_setr_epi8(0, 1, 6, 7, 4, 5, 2, 3, 0, 9, 14, 15, 12, 13, 10, 11));
     bytes = _mm256_shuffle_epi8(code, bytes);
   }
   const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x0110));  // 16 * even element + odd element
   const __m256i packed = _mm256_packus_epi16(pairs, pairs);
+  const __m128i low = _mm256_castsi256_si128(packed), high = _mm256_extracti128_si256(packed, 1);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes),
-                   _mm_unpacklo_epi16(_mm256_castsi256_si128(packed), _mm256_extracti128_si256(packed, 1)));
+                   kLoadsWide<T> ? _mm_unpacklo_epi32(low, high) : _mm_unpacklo_epi16(low, high));
 }
 
 // e4m3 codes of 8 floats, in dwords. Adding a power of two whose last bit is worth the code's last bit rounds v to that
@@ -128,15 +155,17 @@ inline __m256i encode_int8(__m256 v) {
 template <class T, bool FP8>
 inline void encode_8bit(const T* x, float factor, uint8_t* codes) {
   const __m256 scale = _mm256_set1_ps(factor);
+  __m256 v[4];
   __m256i code[4];
+  load_group(x, v);
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const __m256 v = _mm256_mul_ps(load_floats(x + 8 * i), scale);
-    code[i] = FP8 ? encode_fp8(v) : encode_int8(v);
+    v[i] = _mm256_mul_ps(v[i], scale);
+    code[i] = FP8 ? encode_fp8(v[i]) : encode_int8(v[i]);
   }
-  const __m256i bytes = FP8 ? _mm256_packus_epi16(_mm256_packs_epi32(code[0], code[1]), _mm256_packs_epi32(code[2], code[3]))
-                            : pack_dwords(code[0], code[1], code[2], code[3]);
-  store_vector<false>(codes, _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+  const __m256i bytes = pack_group<!FP8>(code);
+  store_vector<false>(codes, kLoadsWide<T> ? _mm256_permute4x64_epi64(bytes, 0xD8)
+                                           : _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
 }
 
 }  // namespace

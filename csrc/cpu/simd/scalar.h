@@ -109,5 +109,12 @@ inline float fp8_to_float(uint8_t code) {
   return bits_float(sign | float_bits(float(magnitude) * 0x1p-9f));
 }
 
+#if !defined(__AVX2__)
+// Plain C++ has no stores past the caches (simd/stream.h for the ISAs that do).
+constexpr int64_t kStreamAlignment = 1;
+inline void stream_copy(void* target, const void* source, int64_t bytes) { memcpy(target, source, size_t(bytes)); }
+inline void stream_fence() {}
+#endif
+
 }  // namespace
 }  // namespace halfbyte::cpu

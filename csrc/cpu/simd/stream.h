@@ -16,5 +16,8 @@ inline void stream_copy(void* target, const void* source, int64_t bytes) {
   memcpy(to + i, from + i, size_t(bytes - i));
 }
 
+// Call after the last non-temporal store of a thread.
+inline void stream_fence() { _mm_sfence(); }
+
 }  // namespace
 }  // namespace halfbyte::cpu

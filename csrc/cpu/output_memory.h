@@ -1,4 +1,4 @@
-// Fresh memory for large outputs.
+// Memory of large outputs.
 #pragma once
 
 #include <cstdint>
@@ -8,6 +8,9 @@
 #endif
 
 namespace halfbyte::cpu {
+
+// Outputs of this size bypass the caches: past the last level of most machines nothing is read back from it anyway.
+constexpr int64_t kStreamBytes = int64_t(16) << 20;
 
 // Asks for 2 MiB pages under data[0..bytes) if it is large. A new tensor of 32 MiB otherwise takes 8192 page faults, which
 // cost up to ten times what the kernel that fills it does. Only a hint: where the system declines, nothing changes.
