@@ -270,9 +270,10 @@ def sgd8bit_step_(
 def _call(op: Any, name: str, lists: tuple[Tensors, ...], lr: float | Tensor, hyper: dict[str, Any]) -> None:
     for tensors in lists:
         if not all(isinstance(t, Tensor) for t in tensors):
-            raise TypeError(
-                f"halfbyte.{name}: every list must hold tensors only, got {[type(t).__name__ for t in tensors]}"
-            )
+            kinds = ", ".join(sorted({type(t).__name__ for t in tensors}))
+            raise TypeError(f"halfbyte.{name}: every list must hold tensors only, got {kinds}")
+    if not any(lists):
+        return  # nothing tells the dispatcher a device
     rate: dict[str, Any] = {"lr": 0.0, "lr_tensor": lr} if isinstance(lr, Tensor) else {"lr": float(lr)}
     op(*lists, **rate, **hyper)
     # The stable ABI does not bump the version counters of mutated arguments.

@@ -376,7 +376,8 @@ class Optimizer8bit(Optimizer):
             return shared[id(value)]
         if self._offload and key in {k for moment in self.moments for k in (moment.codes, moment.scales)}:
             return like_param(param, to_host(local(value), param.device), tuple(value.shape))
-        return value.to(device=param.device)
+        value = value.to(device=param.device)
+        return value if local(value).is_contiguous() else value.contiguous()
 
     def _check_state(self, param: Tensor, state: State, key: Any) -> None:
         where = f"{type(self).__name__}.load_state_dict: state of parameter {key!r}"

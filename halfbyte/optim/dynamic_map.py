@@ -83,7 +83,8 @@ def encode_state(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
         codes = torch.bucketize(normalized, _midpoints(False).to(x.device))
     codes = torch.where(valid[..., None], codes, zero_code(signed)).to(torch.uint8)
     scales = torch.where(torch.isfinite(scales), scales, torch.nan)
-    return codes.view(rows, blocks * STATE_BLOCK)[:, :length].reshape(values.shape), scales
+    codes = codes.view(rows, blocks * STATE_BLOCK)[:, :length].reshape(values.shape)
+    return codes.contiguous(), scales.contiguous()
 
 
 def decode_state(codes: Tensor, scales: Tensor, signed: bool, *, exact_inverse: bool = False) -> Tensor:
@@ -106,4 +107,4 @@ def decode_state(codes: Tensor, scales: Tensor, signed: bool, *, exact_inverse: 
         table = torch.cat([table.new_tensor([-1.0]), table[1:]])
     values = torch.nn.functional.pad(table[codes.reshape(rows, length).int()], (0, blocks * STATE_BLOCK - length))
     values = values.view(rows, blocks, STATE_BLOCK) * scales.float()[..., None]
-    return values.view(rows, blocks * STATE_BLOCK)[:, :length].reshape(codes.shape)
+    return values.view(rows, blocks * STATE_BLOCK)[:, :length].reshape(codes.shape).contiguous()

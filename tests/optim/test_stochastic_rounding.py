@@ -1,0 +1,102 @@
+"""Stochastic rounding: the oracle's bits, no bias, and independence of threads and of how the work is split."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from halfbyte import reference_optimizer as oracle
+from halfbyte.ops.optimizer import sgd8bit_step_
+from halfbyte.optim import AdamW8bit, SGD8bit
+
+HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+
+
+def sgd_step(p: torch.Tensor, grad: torch.Tensor, step: int, offset: int, seed: int, lr: float = 1.0) -> None:
+    """p - lr * grad through the op: momentum 0 makes the buffer the gradient."""
+    rows, blocks = p.shape[0], -(-p.shape[1] // 256)
+    codes, scales = torch.full(p.shape, 127, dtype=torch.uint8), torch.zeros(rows, blocks)
+    sgd8bit_step_([p], [grad], [codes], [scales], [torch.tensor(float(step))], lr=lr, momentum=0.0, dampening=0.0,
+                  weight_decay=0.0, nesterov=False, element_offsets=[offset], seed=seed)  # fmt: skip
+
+
+@HALF
+@pytest.mark.parametrize("decade", [-7, -5, -3, 0, 4])
+def test_equals_the_oracle(dtype: torch.dtype, decade: int) -> None:
+    """From zero parameters, so that -gradient is what gets rounded; subnormal fp16 and overflow included."""
+    generator = torch.Generator().manual_seed(decade)
+    grad = torch.randn(3, 301, generator=generator) * 10.0**decade
+    grad[0, :4] = torch.tensor([0.0, 7e4, 65519.0, -65535.0])
+    p = torch.zeros(3, 301, dtype=dtype)
+    seed, step, offset = -(2**62) + 12345, 7, 2**33 + 5
+    sgd_step(p, grad, step, offset, seed)
+    name = "bfloat16" if dtype == torch.bfloat16 else "float16"
+    for i, x in enumerate((-grad).flatten().tolist()):
+        expected = oracle.round_stochastic(x, name, oracle.random_bits(offset + i, step, seed))
+        assert float(p.flatten()[i]) == expected, f"element {i}: {x}"
+
+
+def test_philox_known_answers() -> None:
+    """Random123's test vectors for philox4x32-10."""
+    assert oracle.philox(0, 0, 0) == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    # The last counter word is always 0 here, so that only keys and three counter words vary.
+    assert oracle.philox(1, 2, 3) != oracle.philox(1, 2, 4)
+
+
+@HALF
+def test_no_bias(dtype: torch.dtype) -> None:
+    """1000 updates of a tenth of the spacing are lost to nearest-even, and arrive on average here."""
+    spacing = 2.0 ** (-7 if dtype == torch.bfloat16 else -10)
+    nearest, stochastic = torch.ones(16, 256, dtype=dtype), torch.ones(16, 256, dtype=dtype)
+    grad = torch.full((16, 256), -0.1 * spacing)
+    for step in range(1, 201):
+        sgd_step(stochastic, grad, step, 0, 1)
+    assert (nearest + 0.1 * spacing * 200 * 0 == 1).all()
+    moved = (stochastic.double() - 1) / spacing
+    assert abs(moved.mean() - 20) < 4 * np.sqrt(200 * 0.09 / 4096)
+    assert 0.8 < moved.var() / (200 * 0.09) < 1.2
+
+
+@HALF
+def test_representable_values_stay(dtype: torch.dtype) -> None:
+    p = torch.randn(16, 256).to(dtype)
+    before = p.clone()
+    sgd_step(p, torch.zeros(16, 256), 1, 0, 3)
+    assert torch.equal(p, before)
+
+
+def trained(threads: int, seed: int = 0, split: bool = False) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    ps = [nn.Parameter(torch.randn(64, 300, generator=generator).bfloat16()) for _ in range(3)]
+    groups = [{"params": [p]} for p in ps] if split else ps
+    optimizer = AdamW8bit(groups, lr=1e-4, stochastic_rounding=True, seed=seed)
+    previous = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(3):
+            for p in ps:
+                p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+            optimizer.step()
+    finally:
+        torch.set_num_threads(previous)
+    return [p.detach() for p in ps]
+
+
+def test_reproducible_and_independent_of_threads_and_groups() -> None:
+    one, four, grouped, other = trained(1), trained(4), trained(2, split=True), trained(1, seed=1)
+    for a, b, c, d in zip(one, four, grouped, other, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
+        assert not torch.equal(a, d)
+
+
+def test_parameters_do_not_share_their_random_numbers() -> None:
+    a, b = (nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16)) for _ in range(2))
+    optimizer = SGD8bit([a, b], lr=1.0, momentum=0.9, stochastic_rounding=True)
+    for p in (a, b):
+        p.grad = torch.full_like(p, 1e-3)
+    optimizer.step()
+    assert 0 < (a != 1).float().mean() < 1
+    assert not torch.equal(a, b)
