@@ -136,3 +136,13 @@ def quantize_embedding_(table: nn.Embedding, format: Format, compute_dtype: torc
     assert isinstance(table, QuantEmbedding)
     table.format, table.compute_dtype, table.dense_dtype = format, compute_dtype, weight.dtype
     return table
+
+
+def dequantize_embedding_(table: QuantEmbedding, weight: nn.Parameter) -> nn.Embedding:
+    """The inverse of `quantize_embedding_`: the module becomes a dense `nn.Embedding` with the given weight (V, K)."""
+    for name in ("format", "compute_dtype", "dense_dtype"):
+        table.__dict__.pop(name, None)
+    table.__class__ = nn.Embedding  # type: ignore[assignment]
+    dense: nn.Embedding = table
+    dense._parameters["weight"] = weight
+    return dense

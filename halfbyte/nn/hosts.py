@@ -14,12 +14,18 @@ _BRIDGES = {"transformers.modeling_utils": "peft_bridge", "peft.peft_model": "pe
 def import_bridges() -> None:
     """Imports the bridge of every host that is imported already, and arranges it for hosts that will be."""
     for host, bridge in _BRIDGES.items():
-        if bridge in sys.modules or importlib.util.find_spec(bridge) is None:
-            continue
-        if host in sys.modules:
-            importlib.import_module(bridge)
-        elif not any(isinstance(finder, _BridgeFinder) and finder.host == host for finder in sys.meta_path):
-            sys.meta_path.insert(0, _BridgeFinder(host, bridge))
+        if bridge not in sys.modules and importlib.util.find_spec(bridge) is not None:
+            import_after(host, bridge)
+
+
+def import_after(host: str, module: str) -> None:
+    """Imports `module` now if `host` is imported, else as soon as it will be."""
+    if host in sys.modules:
+        importlib.import_module(module)
+        return
+    finders = [finder for finder in sys.meta_path if isinstance(finder, _BridgeFinder)]
+    if not any(finder.host == host and finder.bridge == module for finder in finders):
+        sys.meta_path.insert(0, _BridgeFinder(host, module))
 
 
 class _BridgeFinder:

@@ -60,7 +60,7 @@ class SkipRules:
         for owner, children in _WEIGHT_READERS.items():
             if isinstance(parent, owner) and name.split(".")[0] in children:
                 return f"{owner.__name__} reads its weight directly"
-        for pattern in getattr(parent, "_keep_in_fp32_modules", None) or ():
+        for pattern in _kept_in_float32(parent):
             if matches(pattern, name):
                 return f"{type(parent).__name__} keeps it in float32 ({pattern})"
         return None
@@ -80,7 +80,7 @@ class SkipRules:
             if reason:
                 reasons[module] = reason
         for path, parent in model.named_modules():
-            if not (isinstance(parent, tuple(_WEIGHT_READERS)) or getattr(parent, "_keep_in_fp32_modules", None)):
+            if not (isinstance(parent, tuple(_WEIGHT_READERS)) or _kept_in_float32(parent)):
                 continue
             prefix = f"{path}." if path else ""
             for name, module in layers.items():
@@ -100,6 +100,12 @@ class SkipRules:
                 if (output := output_embedding(part)) is not None:
                     reasons.setdefault(output, "output embedding (named by the model)")
         return reasons
+
+
+def _kept_in_float32(parent: nn.Module) -> list[str]:
+    """Patterns of layers that transformers keeps in float32: from float16 only, or (strict) from bfloat16 as well."""
+    names = ("_keep_in_fp32_modules", "_keep_in_fp32_modules_strict")
+    return sorted({pattern for name in names for pattern in getattr(parent, name, None) or ()})
 
 
 def output_embedding(model: nn.Module) -> nn.Module | None:

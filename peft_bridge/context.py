@@ -1,0 +1,67 @@
+"""What an `init_quantized` context does to transformers: `from_pretrained` inside it quantizes what it reads."""
+
+from __future__ import annotations
+
+import functools
+import os
+from contextlib import AbstractContextManager
+from typing import Any
+
+from transformers import PreTrainedConfig
+from transformers.modeling_utils import PreTrainedModel
+
+from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.settings import InitSettings, active_settings, paused
+from peft_bridge.config import HalfbyteConfig
+from peft_bridge.patch import WhileActive
+
+# What decides which config.json is read.
+_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+
+
+def quantize_from_pretrained(settings: InitSettings) -> AbstractContextManager[None]:
+    """Registered with the core; entered by every context. Wraps one classmethod, to which all Auto classes come."""
+    return _FROM_PRETRAINED.entered()
+
+
+def _wrapped(method: Any) -> Any:
+    original = method.__func__
+
+    @functools.wraps(original)
+    def from_pretrained(cls: type[PreTrainedModel], path: Any, *args: Any, config: Any = None, **kwargs: Any) -> Any:
+        settings = active_settings()  # of this thread: the wrapper itself is process-wide
+        if settings is None:
+            return original(cls, path, *args, config=config, **kwargs)
+        if kwargs.get("quantization_config") is None and not _has_its_own(path, config, kwargs):
+            if kwargs.get("gguf_file") is not None:
+                raise NotImplementedError(
+                    "init_quantized: from_pretrained can't pack while it reads a GGUF file (transformers refuses); load it "
+                    "outside the context with GgufConfig(dequantize=True) and save_pretrained it, or call quantize_model"
+                )
+            kwargs["quantization_config"] = HalfbyteConfig(
+                settings.format, skip=settings.skip, compute_dtype=settings.compute_dtype
+            )
+        with paused():
+            result = original(cls, path, *args, config=config, **kwargs)
+        model = result[0] if isinstance(result, tuple) else result
+        settings.built += sum(isinstance(module, PackedRows) for module in model.modules())
+        return result
+
+    return classmethod(from_pretrained)  # type: ignore[arg-type]
+
+
+_FROM_PRETRAINED = WhileActive(_wrapped, [(PreTrainedModel, "from_pretrained")])
+
+
+def _has_its_own(path: Any, config: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether the checkpoint's config names a quantization, of whatever method: it then rules."""
+    if isinstance(config, PreTrainedConfig):
+        text = config.get_text_config(decoder=True)
+        return any(getattr(each, "quantization_config", None) is not None for each in (config, text))
+    source = config if isinstance(config, (str, os.PathLike)) else path
+    hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
+    try:
+        found, _ = PreTrainedConfig.get_config_dict(source, **hub)
+    except OSError:  # a folder with an adapter only: transformers goes on to its base model
+        return False
+    return found.get("quantization_config") is not None

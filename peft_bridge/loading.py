@@ -1,0 +1,62 @@
+"""load_model: a packed model, with adapters if asked, from a path in one call."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from halfbyte.formats import Format
+from peft_bridge.config import METHOD, HalfbyteConfig
+
+
+def load_model(
+    path_or_id: Any, format: str | Format | None = None, *, lora: Any = None, **from_pretrained_kwargs: Any
+) -> Any:
+    """Loads a checkpoint packed, into the class that its config.json names, and puts LoRA adapters on it.
+
+    Args:
+        path_or_id: what `from_pretrained` takes: a folder or a model id.
+        format: a `halfbyte.Format` or its name; None: the checkpoint's own, else nf4.
+        lora: a `peft.LoraConfig`, or its arguments as a dict (`target_modules` is "all-linear" unless given);
+            None: no adapters.
+        **from_pretrained_kwargs: handed to `from_pretrained`; `quantization_config=HalfbyteConfig(...)` instead of `format`
+            if more than the format is to be said.
+
+    Returns:
+        The model, or the `PeftModel` around it.
+
+    Raises:
+        TypeError: `format` and `quantization_config` are both given.
+        ValueError: unknown format, or another one than the checkpoint was saved with.
+        QuantizationError: nothing could be packed, or a packed checkpoint is damaged.
+    """
+    if format is not None and "quantization_config" in from_pretrained_kwargs:
+        raise TypeError("load_model: give format or quantization_config, not both")
+    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
+    hub = {name: from_pretrained_kwargs[name] for name in names if name in from_pretrained_kwargs}
+    config = from_pretrained_kwargs.pop("config", None) or AutoConfig.from_pretrained(path_or_id, **hub)
+    quantization: Any = from_pretrained_kwargs.pop("quantization_config", None)
+    own = getattr(config, "quantization_config", None)
+    if quantization is None and (own is None or (format is not None and _method(own) == METHOD)):
+        quantization = HalfbyteConfig(format or "nf4")
+    elif own is not None and format is not None:
+        raise ValueError(f"load_model: the checkpoint is quantized by {_method(own)} already, format can't be given")
+    architectures = list(config.architectures or ()) or [""]
+    loader = getattr(transformers, architectures[0], AutoModelForCausalLM)
+    if quantization is not None:
+        from_pretrained_kwargs["quantization_config"] = quantization
+    model = loader.from_pretrained(path_or_id, config=config, **from_pretrained_kwargs)
+    if lora is None:
+        return model
+    from peft import LoraConfig, get_peft_model
+
+    if isinstance(lora, dict):
+        lora = LoraConfig(**{"target_modules": "all-linear", **lora})
+    return get_peft_model(model, lora)
+
+
+def _method(quantization: Any) -> Any:
+    found = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
+    return getattr(found, "value", found)

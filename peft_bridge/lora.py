@@ -1,0 +1,256 @@
+"""LoRA on packed rows: the layer, and the one place where PEFT is told of it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from peft.mixed_model import PeftMixedModel
+from peft.peft_model import PeftModel
+from peft.tuners.lora.layer import Linear as LoraLinear
+from peft.tuners.lora.model import LoraModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
+from torch import Tensor, nn
+
+from halfbyte.nn.linear import QuantLinear, dequantize_linear_
+from halfbyte.nn.settings import InitSettings, paused, register_host
+from halfbyte.nn.skip import mark_dense
+from peft_bridge.patch import WhileActive
+
+_INITIALIZERS = (True, False, "gaussian", "orthogonal", "eva")
+
+
+class HalfbyteLoraLinear(LoraLinear):
+    """PEFT's LoRA layer around a `QuantLinear`: everything that reads or writes the dense weight works on packed rows.
+
+    Forward and backward are PEFT's own. Merging, and variants that look at the weight (DoRA), get a dense float32 base
+    for as long as the call takes. `merge()` packs the sum again, which rounds it to the format; what that cost is in
+    `merge_error`, and `unmerge()` brings the original rows back bit by bit (a packed copy is kept in between).
+    `merge_and_unload()` ends in a dense `nn.Linear`, with nothing lost.
+
+    PEFT constructs it for every `QuantLinear` it is to adapt; no code of a user's needs to.
+
+    Args:
+        base_layer: the `QuantLinear`.
+        adapter_name: name of the first adapter.
+        config: its `peft.LoraConfig`.
+        **kwargs: what PEFT hands to its own `lora.Linear`: r, lora_alpha, ...
+
+    Raises:
+        NotImplementedError: `init_lora_weights` decomposes the original weight (PiSSA, OLoRA, LoftQ, CorDA, ...).
+
+    Attributes:
+        merge_error: after `merge()`: norm of what packing lost, relative to the norm of the merged update; else None.
+    """
+
+    merge_error: float | None = None
+    _unmerged: tuple[Tensor, Tensor | None] | None = None  # rows and bias as they were before `merge`
+
+    def __init__(self, base_layer: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> None:
+        if config.fan_in_fan_out:
+            warnings.warn("fan_in_fan_out is for Conv1D; the target is a QuantLinear: set to False", stacklevel=2)
+            config.fan_in_fan_out = False
+        super().__init__(base_layer, adapter_name, config, **kwargs)
+
+    def update_layer(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """Called by PEFT for every adapter that is added to the layer."""
+        config: Any = kwargs["config"]
+        packed = self._packed_base() is not None
+        if packed and config.init_lora_weights not in _INITIALIZERS:
+            raise NotImplementedError(
+                f"init_lora_weights={config.init_lora_weights!r} decomposes the original weight, which packed rows no "
+                f"longer hold; supported on packed layers: {', '.join(map(repr, _INITIALIZERS))}"
+            )
+        reads_weight = config.use_dora or config.init_lora_weights == "orthogonal"  # the latter: only its dtype
+        with self._dense_base() if packed and reads_weight else nullcontext():
+            super().update_layer(adapter_name, *args, **kwargs)
+
+    @torch.no_grad()
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        """Adds the adapters to the base and packs the sum; see the class for what it costs.
+
+        Args:
+            safe_merge: raise instead of merging values that are not finite.
+            adapter_names: adapters to merge; None: the active ones. Adapters merged before are packed again together
+                with them, from the original rows, so that rounding happens once.
+
+        Raises:
+            ValueError: `safe_merge` found a value that is not finite; the layer is then unmerged.
+        """
+        base = self._packed_base()
+        if base is None:  # inside `_dense_base`, or a base that was dequantized
+            super().merge(safe_merge, adapter_names)
+            return
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+        if not names:
+            return
+        names = [*self.merged_adapters, *names]
+        if self.merged:
+            self.unmerge()
+        original = (base.packed.clone(), None if base.bias is None else base.bias.detach().clone())
+        try:
+            with self._dense_base() as dense:
+                before = dense.weight.detach().clone()
+                super().merge(safe_merge, names)
+        except BaseException:
+            self._restore(base, original)
+            raise
+        base.quantize_(dense.weight)
+        self._unmerged = original
+        update = (dense.weight - before).norm()
+        self.merge_error = float((base.dequantize(torch.float32) - dense.weight).norm() / update) if update else 0.0
+        warnings.warn(
+            f"merge() rounds the merged weights to {base.format} (see merge_error of each layer); "
+            f"merge_and_unload() gives dense layers without that loss",
+            stacklevel=2,
+        )
+
+    @torch.no_grad()
+    def unmerge(self) -> None:
+        """Brings back the rows (and the bias) as they were before `merge`, bit by bit."""
+        base = self._packed_base()
+        if base is None or not self.merged or self._unmerged is None:
+            super().unmerge()
+            return
+        with self._dense_base():
+            super().unmerge()  # for PEFT's own book-keeping
+        self._restore(base, self._unmerged)
+
+    @torch.no_grad()
+    def unload_and_optionally_merge_module(
+        self, merge: bool, safe_merge: bool, adapter_names: list[str] | None
+    ) -> nn.Module:
+        """Called by `unload()` and `merge_and_unload()`: the packed base, or a dense layer with the adapters merged."""
+        base = self._packed_base()
+        if base is None:
+            if merge:
+                self.merge(safe_merge, adapter_names)
+            return self.get_base_layer()
+        if not merge:
+            return base
+        names = [name for name in check_adapters_to_merge(self, adapter_names) if name in self.lora_A]
+        names = [*self.merged_adapters, *names]
+        if self.merged:
+            self.unmerge()
+        with self._dense_base() as dense:
+            if names:
+                super().merge(safe_merge, names)
+        merged = dequantize_linear_(base, nn.Parameter(dense.weight.to(base.dense_dtype), requires_grad=False))
+        mark_dense(merged, "adapters were merged into it")
+        return merged
+
+    def _packed_base(self) -> QuantLinear | None:
+        base = self.base_layer
+        return base if isinstance(base, QuantLinear) else None
+
+    @contextmanager
+    def _dense_base(self) -> Iterator[nn.Linear]:
+        """Presents a dense float32 copy of the base, sharing its bias; the packed rows are not touched."""
+        packed = self._packed_base()
+        assert packed is not None
+        dense: Any = nn.Linear.__new__(nn.Linear)  # __init__ would allocate, and draw, a weight
+        nn.Module.__init__(dense)
+        dense.in_features, dense.out_features = packed.in_features, packed.out_features
+        dense.weight = nn.Parameter(packed.dequantize(torch.float32), requires_grad=False)
+        dense.bias = packed.bias
+        dense.compute_dtype = packed.compute_dtype or packed.dense_dtype  # the dtype PEFT gives a new adapter
+        self.base_layer = dense
+        try:
+            yield dense
+        finally:
+            self.base_layer = packed
+
+    def _restore(self, base: QuantLinear, original: tuple[Tensor, Tensor | None]) -> None:
+        base.packed.copy_(original[0])
+        if base.bias is not None and original[1] is not None:
+            base.bias.data.copy_(original[1])
+        self.merged_adapters.clear()
+        self._unmerged = self.merge_error = None
+
+    def _get_base_layer_device_and_dtype(self, base_layer: nn.Module) -> tuple[Any, Any]:
+        """Called by PEFT to place a new adapter: where the rows are, in the dtype that a dense base would have."""
+        device, dtype = super()._get_base_layer_device_and_dtype(base_layer)
+        if isinstance(base_layer, QuantLinear):
+            dtype = base_layer.compute_dtype or base_layer.dense_dtype
+        return device, dtype
+
+
+# ---- registration ---------------------------------------------------------------------------------------------------
+
+
+class _Original:
+    method: Any = None  # PEFT's own, while ours stands in its place
+
+
+def install() -> None:
+    """Makes PEFT use `HalfbyteLoraLinear` for every `QuantLinear`; called on import, undone by `uninstall`.
+
+    PEFT has no registry: `LoraConfig._custom_modules` belongs to one config and is not saved with it. So the static method
+    that chooses the layer is wrapped; a user's `_custom_modules` still come first.
+    """
+    if _Original.method is not None:
+        return
+    original = LoraModel._create_new_module
+    parameters = list(inspect.signature(original).parameters)
+    if parameters != ["lora_config", "adapter_name", "target", "kwargs"]:
+        warnings.warn(
+            f"peft_bridge: LoraModel._create_new_module has changed to ({', '.join(parameters)}); adapters on packed layers "
+            f"are plain lora.Linear: they train, but merging and DoRA fail. Use peft 0.19 to 0.21",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+
+    @functools.wraps(original)
+    def create_new_module(lora_config: Any, adapter_name: str, target: nn.Module, **kwargs: Any) -> nn.Module:
+        base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+        custom = any(isinstance(base, key) for key in lora_config._custom_modules or ())
+        if isinstance(base, QuantLinear) and not custom and kwargs.get("parameter_name") is None:
+            kwargs.pop("parameter_name", None)
+            return HalfbyteLoraLinear(target, adapter_name, config=lora_config, **kwargs)
+        module: nn.Module = original(lora_config, adapter_name, target, **kwargs)
+        return module
+
+    _Original.method = original
+    LoraModel._create_new_module = staticmethod(create_new_module)  # type: ignore[method-assign]
+
+
+def uninstall() -> None:
+    """Gives PEFT its own method back."""
+    if _Original.method is not None:
+        LoraModel._create_new_module = staticmethod(_Original.method)  # type: ignore[method-assign]
+        _Original.method = None
+
+
+def dense_adapters(settings: InitSettings) -> AbstractContextManager[None]:
+    """Registered with the core, entered by every `init_quantized` context: PEFT builds its layers with it paused."""
+    return _BUILDERS.entered()
+
+
+def _with_context_paused(build: Any) -> Any:
+    @functools.wraps(build)
+    def with_context_paused(*args: Any, **kwargs: Any) -> Any:
+        with paused():
+            return build(*args, **kwargs)
+
+    return with_context_paused
+
+
+# Everything that builds adapters goes through one of these. Marking modules as adapters would not do: PEFT builds some
+# before it knows their parent, and copies `modules_to_save` into a temporary ModuleDict.
+_BUILDERS = WhileActive(
+    _with_context_paused,
+    [
+        *((model, name) for model in (PeftModel, PeftMixedModel) for name in ("__init__", "add_adapter", "load_adapter")),
+        (BaseTuner, "__init__"),
+        (BaseTuner, "inject_adapter"),
+    ],
+)
+
+install()
+register_host(dense_adapters)

@@ -1,0 +1,256 @@
+"""The transformers quantizer: packs weights while they stream in, and loads and saves packed checkpoints."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.core_model_loading import ConversionOps
+from transformers.quantizers.auto import register_quantizer
+from transformers.quantizers.base import HfQuantizer
+
+from halfbyte.errors import QuantizationError
+from halfbyte.formats import Format
+from halfbyte.nn.convert import nothing_quantized
+from halfbyte.nn.embedding import QuantEmbedding, dequantize_embedding_
+from halfbyte.nn.linear import QuantLinear, dequantize_linear_
+from halfbyte.nn.packed import PackedRows, as_dtype
+from halfbyte.nn.skip import mark_dense
+from halfbyte.ops.quantize import quantize
+from peft_bridge.config import METHOD, HalfbyteConfig
+from peft_bridge.plan import Plan, describe_modules, is_described, pack_module_, plan_layers
+
+FRESH = "not in the checkpoint: newly initialized"
+"""Why a fresh head is dense."""
+
+
+class QuantizeOnLoad(ConversionOps):
+    """Packs the tensors of one checkpoint key; its result is assigned by transformers' loader."""
+
+    def __init__(self, quantizer: HalfbyteQuantizer) -> None:
+        self.hf_quantizer = quantizer
+
+    def convert(  # type: ignore[override]
+        self, input_dict: dict[str, Any], *, model: PreTrainedModel, **_: Any
+    ) -> dict[str, Tensor]:
+        """Called by the loader with full names, after renames and merges; a name that isn't planned passes through."""
+        values = {name: value[0] if isinstance(value, list) else value for name, value in input_dict.items()}
+        return {name: self.hf_quantizer.pack(model, name, value) for name, value in values.items()}
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        """Saving asks for it: packed rows are saved as they are."""
+        return _AsSaved()
+
+
+class _AsSaved(ConversionOps):
+    def convert(self, input_dict: dict[str, Any], **_: Any) -> dict[str, Any]:  # type: ignore[override]
+        return input_dict
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _AsSaved()
+
+
+@register_quantizer(METHOD)
+class HalfbyteQuantizer(HfQuantizer):
+    """Registered for `HalfbyteConfig`; transformers makes one per `from_pretrained` call.
+
+    Quantizing on the fly: planned layers stay `nn.Linear` on meta and change class when their weight arrives, so one whose
+    weight never arrives (a fresh head) is initialized by transformers and stays dense. Loading a packed checkpoint: what
+    the file holds decides; uint8 rows make a layer packed.
+
+    Args:
+        quantization_config: the config of the call, or that of the checkpoint with the call's attached.
+        **kwargs: `pre_quantized`: whether the checkpoint is packed.
+
+    Raises:
+        ValueError: the call's config contradicts the checkpoint's.
+    """
+
+    requires_calibration = False
+    quantization_config: HalfbyteConfig
+
+    def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
+        super().__init__(quantization_config.resolved(), **kwargs)
+        self._plan = Plan()
+        self._dtypes: dict[str, torch.dtype] = {}  # of every layer that may become packed, as the model was built
+
+    # ---- before the weights: the model is on meta -------------------------------------------------------------------
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Called before the model is built, and again with the final device map."""
+        if isinstance(device_map, dict) and "disk" in device_map.values():
+            raise NotImplementedError(
+                'HalfbyteConfig: device_map must not place modules on "disk": packed rows are kept in memory; '
+                "use devices or cpu"
+            )
+
+    def _process_model_before_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> None:
+        if getattr(model.config, "distributed_config", None) is not None:
+            raise NotImplementedError(
+                "HalfbyteConfig: distributed_config (tensor parallelism) is not supported with packed rows; "
+                "load without it and shard with FSDP"
+            )
+        self._plan = plan_layers(model, self.quantization_config)
+        self._dtypes = {
+            f"{name}.weight": module.weight.dtype
+            for name, module in model.named_modules()
+            if type(module) in (nn.Linear, nn.Embedding)
+        }
+
+    # ---- called by the loader per key --------------------------------------------------------------------------------
+
+    def param_needs_quantization(self, model: PreTrainedModel, param_name: str, **kwargs: Any) -> bool:
+        """Whether to pack the value on its way in; also, for any load, whether its shape may differ from the dense one."""
+        if self.pre_quantized:
+            return param_name in self._dtypes
+        return param_name.endswith(".weight") and param_name[: -len(".weight")] in self._plan.formats
+
+    def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
+        """Bytes per dense element: device maps and the CUDA allocator's warm-up are computed from it before loading."""
+        format = self._plan.formats.get(param_name.removesuffix(".weight"))
+        if format is None or param.dtype == torch.uint8 or not param_name.endswith(".weight"):
+            return param.element_size()
+        return format.row_bytes(param.shape[-1]) / param.shape[-1]
+
+    def get_quantize_ops(self) -> ConversionOps:
+        """The operation for keys that `param_needs_quantization`."""
+        return QuantizeOnLoad(self)
+
+    def pack(self, model: PreTrainedModel, name: str, value: Tensor) -> Tensor:
+        """Packs the weight called `name` and turns its module into the packed class.
+
+        A value of another shape is returned as it is and its module stays dense: transformers then reports the mismatch,
+        or initializes the layer anew under `ignore_mismatched_sizes`.
+        """
+        owner = name.removesuffix(".weight")
+        format = self._plan.formats.get(owner) if name.endswith(".weight") else None
+        if format is None:
+            return value
+        module = model.get_submodule(owner)
+        if value.shape != module.weight.shape:
+            del self._plan.formats[owner]
+            return value
+        packed = quantize(value, format)
+        pack_module_(module, format, self.quantization_config.compute_dtype)
+        return packed
+
+    # ---- after the weights -------------------------------------------------------------------------------------------
+
+    def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        if self.pre_quantized:
+            self._adopt_packed(model)
+        # The loader marks what it assigned (and what is tied to that); everything else was drawn anew.
+        fresh = {name for name, p in model.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
+        for name, reason in [*self._plan.reasons.items(), *((name, "") for name in self._plan.formats)]:
+            module = model.get_submodule(name)
+            if isinstance(module, PackedRows):
+                continue
+            if f"{name}.weight" in fresh:
+                mark_dense(module, FRESH)
+            elif reason or self.pre_quantized:
+                mark_dense(module, reason or "dense in the checkpoint")
+            else:  # the loader split a key in parts, of which only the first could reach `pack`
+                pack_module_(module, self._plan.formats[name], self.quantization_config.compute_dtype)
+        if not any(isinstance(module, PackedRows) for module in model.modules()):
+            raise nothing_quantized(model, "HalfbyteConfig")
+        self._describe(model)
+        # PEFT's prepare_model_for_kbit_training reads it: no upcast to float32, checkpointing and input gradients on.
+        # `is_loaded_in_4bit` would do too, but makes TRL cast the adapters to bfloat16 whatever the user chose.
+        model.hqq_quantized = True  # type: ignore[assignment]
+        model._halfbyte_fresh = frozenset(fresh)  # type: ignore[assignment]  # `prepare_model` leaves them trainable
+        return model
+
+    def _adopt_packed(self, model: PreTrainedModel) -> None:
+        """Gives layers whose weight arrived as rows their packed class, and checks that all rows are there and fit."""
+        problems = {}
+        for key, dtype in self._dtypes.items():
+            name = key.removesuffix(".weight")
+            problem = self._adopt(name, model.get_submodule(name), dtype)
+            if problem:
+                problems[name] = problem
+        if problems:
+            listing = "; ".join(f"{name}: {problem}" for name, problem in list(problems.items())[:5])
+            more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+            raise QuantizationError(f"HalfbyteConfig: the packed checkpoint is not sound: {listing}{more}", problems)
+
+    def _adopt(self, name: str, module: Any, dtype: torch.dtype) -> str | None:
+        """Packs the class of one `nn.Linear` or `nn.Embedding` if its weight is rows; returns what is wrong with it."""
+        config, weight = self.quantization_config, module.weight
+        linear = isinstance(module, nn.Linear)
+        rows, columns = (
+            (module.out_features, module.in_features) if linear else (module.num_embeddings, module.embedding_dim)
+        )
+        if weight.dtype != torch.uint8:
+            promised = is_described(name, config.modules) if config.modules else name in self._plan.formats
+            if promised and not getattr(weight, "_is_hf_initialized", False):
+                return "its packed rows are missing from the checkpoint"
+            if promised and config.modules:
+                return f"it must be packed, the checkpoint holds it as {weight.dtype}"
+            if tuple(weight.shape) != (rows, columns):
+                return f"its dense weight must have shape {(rows, columns)}, got {tuple(weight.shape)}"
+            return None
+        named = config.format if linear else config.embedding_format
+        if named is None:
+            return "the checkpoint holds packed rows, but its config has no embedding_format"
+        module._parameters["weight"] = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device="meta"))
+        pack_module_(module, Format.parse(named), config.compute_dtype)
+        expected = tuple(module.weight.shape)
+        module.weight = weight
+        if tuple(weight.shape) != expected:
+            return (
+                f"{named} rows for {columns} columns must have shape {expected}, got {tuple(weight.shape)}; "
+                f"were they quantized with another format?"
+            )
+        return None
+
+    # ---- saving, training, going back --------------------------------------------------------------------------------
+
+    def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
+        """Called by `save_pretrained` before config.json is written, which is brought in line with the model here."""
+        packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedRows)}
+        if not packed:  # merged or dequantized in the meantime: a plain dense checkpoint
+            self.remove_quantization_config(model)
+            return None, {}
+        config = self.quantization_config
+        for kind, named in ((QuantLinear, config.format), (QuantEmbedding, config.embedding_format)):
+            others = [n for n, m in packed.items() if isinstance(m, kind) and str(m.format) != named]
+            if others:
+                raise QuantizationError(
+                    f"save_pretrained: config.json names one format ({named}), but {len(others)} modules have another, "
+                    f"{others[0]} is {packed[others[0]].format}",
+                    others,
+                )
+        self._describe(model)
+        return None, {}
+
+    def _describe(self, model: PreTrainedModel) -> None:
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))}
+        packed = [name for name, module in layers.items() if isinstance(module, PackedRows)]
+        self.quantization_config.modules = describe_modules(packed, layers.keys() - set(packed))
+
+    def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
+        """Packed rows are plain uint8 tensors."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """Adapters and dense layers train on top of packed rows."""
+        return True
+
+    def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
+        # The config holds the dtype as a string after a reload.
+        target = as_dtype("dtype", str(dtype).removeprefix("torch.")) if dtype is not None else None
+        for module in list(model.modules()):
+            if not isinstance(module, PackedRows):
+                continue
+            dense = nn.Parameter(module.dequantize(target or module.dense_dtype), requires_grad=False)
+            if isinstance(module, QuantLinear):
+                dequantize_linear_(module, dense)
+            elif isinstance(module, QuantEmbedding):
+                dequantize_embedding_(module, dense)
+        model.hqq_quantized = False  # type: ignore[assignment]
+        return model
