@@ -1,4 +1,4 @@
-"""One rank of the two-process tests: `ddp_worker.py SCENARIO FOLDER`; writes what it saw to FOLDER/rank<R>.json."""
+"""One rank of the two-process tests: `ddp_worker.py FOLDER`; writes what it saw to FOLDER/rank<R>.json."""
 
 from __future__ import annotations
 
@@ -78,6 +78,6 @@ def fabric_scenario(folder: Path, rank: int) -> dict:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    folder, rank = Path(sys.argv[2]), int(os.environ["LOCAL_RANK"])
-    result = {"trainer": trainer_scenario, "fabric": fabric_scenario}[sys.argv[1]](folder, rank)
+    folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
+    result = {**trainer_scenario(folder, rank), "fabric": fabric_scenario(folder, rank)}
     (folder / f"rank{rank}.json").write_text(json.dumps(result))

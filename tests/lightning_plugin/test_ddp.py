@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning_models import RESUME_AT, batch, losses_by_hand, packed_net
+from lightning_models import batch, losses_by_hand, packed_net
 from torch import nn
 
 HERE = Path(__file__).parent
 TIMEOUT_S = 120
 
 
-def run_ranks(scenario: str, folder: Path, world: int = 2) -> list[dict]:
+def run_ranks(folder: Path, world: int = 2) -> list[dict]:
     """Runs ddp_worker.py on every rank and returns what each wrote; no process outlives the timeout."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -36,7 +36,7 @@ def run_ranks(scenario: str, folder: Path, world: int = 2) -> list[dict]:
         "PYTHONWARNINGS": "ignore",
     }
     logs = [folder / f"log{rank}" for rank in range(world)]
-    command = [sys.executable, str(HERE / "ddp_worker.py"), scenario, str(folder)]
+    command = [sys.executable, str(HERE / "ddp_worker.py"), str(folder)]
     processes = []
     for rank, log in enumerate(logs):
         with log.open("w") as output:
@@ -57,7 +57,7 @@ def run_ranks(scenario: str, folder: Path, world: int = 2) -> list[dict]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> list[dict]:
-    return run_ranks("trainer", tmp_path_factory.mktemp("ddp"))
+    return run_ranks(tmp_path_factory.mktemp("ddp"))
 
 
 @pytest.mark.parametrize("where", ["init", "configure"])
@@ -94,10 +94,8 @@ def test_the_report_is_printed_on_rank_0_only(trained: list[dict]) -> None:
     assert "Quantization report" not in trained[1]["log"]
 
 
-def test_fabric_fits_clips_saves_and_resumes(tmp_path) -> None:
-    ranks = run_ranks("fabric", tmp_path)
+def test_fabric_fits_clips_saves_and_resumes(trained: list[dict]) -> None:
     expected = losses_by_hand(packed_net(), clip=0.5, world=2)
     for rank in range(2):
-        assert ranks[rank]["losses"] == pytest.approx(expected[rank], abs=1e-6)
-        assert len(ranks[rank]["losses"]) > RESUME_AT
-    assert ranks[0]["rows"] == ranks[1]["rows"]
+        assert trained[rank]["fabric"]["losses"] == pytest.approx(expected[rank], abs=1e-6)
+        assert trained[rank]["fabric"]["rows"] == trained[0]["init"]["rows"]

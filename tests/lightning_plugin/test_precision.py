@@ -345,8 +345,16 @@ def test_only_our_plugin_is_converted_before_loading(tmp_path) -> None:
     run = trainer(None, max_steps=2)
     run.fit(dense)
     run.save_checkpoint(tmp_path / "dense.ckpt")
+    calls = []
+
+    class Foreign(Precision):
+        def convert_module(self, module: nn.Module) -> nn.Module:
+            calls.append(torch.equal(module.net.first.weight, dense.net.first.weight))
+            return module
+
     other = Module("init", seed=9)
-    trainer(None, max_steps=4).fit(other, ckpt_path=tmp_path / "dense.ckpt")
+    trainer(Foreign(), max_steps=4).fit(other, ckpt_path=tmp_path / "dense.ckpt")
+    assert calls == [True]  # once, and after the weights were loaded: Lightning's own order
     assert type(other.net.first) is nn.Linear
     assert len(other.losses) == 2
 

@@ -122,3 +122,27 @@ def test_checkpoints_hold_packed_rows_and_the_format(tmp_path) -> None:
     assert saved["HalfbytePrecision"]["format"] == "fp4:32"
     assert saved["state_dict"]["net.first.weight"].dtype == torch.uint8
     assert saved["state_dict"]._metadata["net.first"]["format"] == "fp4:32"
+
+
+def test_8bit_optimizer_state_survives_the_resume(tmp_path) -> None:
+    class Eight(Module):
+        def configure_model(self) -> None:
+            super().configure_model()
+            self.net.classifier = nn.Linear(64, 128)  # 8192 values: large enough for 8-bit moments
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return halfbyte.optim.AdamW8bit([p for p in self.parameters() if p.requires_grad], lr=1e-2)
+
+    def run(steps: int, ckpt_path=None, seed: int = 0):
+        torch.manual_seed(seed)
+        module, run = Eight("configure", seed), trainer(HalfbytePrecision("nf4"), max_steps=steps)
+        run.fit(module, ckpt_path=ckpt_path)
+        return module, run
+
+    whole, _ = run(STEPS)
+    first, stopped = run(RESUME_AT)
+    stopped.save_checkpoint(tmp_path / "eight.ckpt")
+    second, resumed = run(STEPS, tmp_path / "eight.ckpt", seed=77)
+    states = resumed.optimizers[0].state.values()
+    assert torch.uint8 in {value.dtype for state in states for value in state.values() if torch.is_tensor(value)}
+    assert first.losses + second.losses == whole.losses
