@@ -1,0 +1,27 @@
+// Launchers: raw pointers and sizes, no torch. All arguments have been checked by the fronts; every launcher is
+// asynchronous on `stream`, allocates nothing, and returns the error of its launches.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include "../formats.h"
+
+namespace halfbyte::cuda {
+
+// packed (rows, row_bytes) contiguous, any alignment -> output (rows, K) of dtype, contiguous, any alignment.
+cudaError_t launch_dequantize(const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype, void* output,
+                              cudaStream_t stream);
+
+// Row indices[i] of packed (num_embeddings, row_bytes) -> output row i. indices (count,) int64 (`wide`) or int32. An index
+// out of range stops the kernel with a device-side assertion, as torch's embedding does.
+cudaError_t launch_embedding(const void* indices, bool wide, int64_t count, const uint8_t* packed, int64_t num_embeddings,
+                             const RowLayout& layout, DType dtype, void* output, cudaStream_t stream);
+
+// input (rows, K) of dtype, contiguous, any alignment -> packed (rows, row_bytes), 16-byte aligned. scales (rows,
+// num_blocks) float32 replaces the computed absmax unless null.
+cudaError_t launch_quantize(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
+                            uint8_t* packed, cudaStream_t stream);
+
+}  // namespace halfbyte::cuda
