@@ -16,16 +16,25 @@ CurrentStream find_current_stream() {
   return library ? reinterpret_cast<CurrentStream>(dlsym(library, "aoti_torch_get_current_cuda_stream")) : nullptr;
 }
 
+CurrentStream current_stream() {
+  static const CurrentStream found = find_current_stream();
+  return found;
+}
+
 std::string prefix(const char* op) { return std::string("halfbyte::") + op + ": "; }
+
+// Before anything else: without CUDA in torch even the device guard would fail, with a text that helps nobody.
+int32_t checked_device(const char* op, const torch::stable::Tensor& t) {
+  if (!current_stream()) throw std::runtime_error(prefix(op) + "this torch has no CUDA support (libtorch_cuda.so is not loaded)");
+  return t.get_device_index();
+}
 
 }  // namespace
 
 LaunchScope::LaunchScope(const char* op, const torch::stable::Tensor& t)
-    : op_(op), device_(t.get_device_index()), guard_(device_) {
-  static const CurrentStream current_stream = find_current_stream();
-  if (!current_stream) throw std::runtime_error(prefix(op) + "this torch has no CUDA support (libtorch_cuda.so is not loaded)");
+    : op_(op), device_(checked_device(op, t)), guard_(device_) {
   void* stream = nullptr;
-  if (current_stream(device_, &stream) != 0)
+  if (current_stream()(device_, &stream) != 0)
     throw std::runtime_error(prefix(op) + "could not get the current CUDA stream of cuda:" + std::to_string(device_));
   stream_ = static_cast<cudaStream_t>(stream);
   // The guard set the device in torch's runtime; this library has its own (static cudart) with its own idea of the current

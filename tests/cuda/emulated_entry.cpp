@@ -7,6 +7,7 @@
 
 using namespace halfbyte;
 
+#pragma GCC visibility push(default)
 extern "C" {
 
 void emulated_set_reversed(int reversed) { emulator::set_reversed(reversed != 0); }
@@ -85,3 +86,4 @@ int access_width_of(uint64_t address, int64_t pitch) {
   return cuda::access_width(reinterpret_cast<const void*>(address), pitch);
 }
 }
+#pragma GCC visibility pop
