@@ -7,8 +7,12 @@
 #include <cuda_runtime_api.h>
 
 #include "../formats.h"
+#include "../optimizer.h"
 
 namespace halfbyte::cuda {
+
+struct OptimizerTable;
+struct OptimizerInputs;
 
 // packed (rows, row_bytes) contiguous, any alignment -> output (rows, K) of dtype, contiguous, any alignment.
 cudaError_t launch_dequantize(const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype, void* output,
@@ -23,5 +27,9 @@ cudaError_t launch_embedding(const void* indices, bool wide, int64_t count, cons
 // num_blocks) float32 replaces the computed absmax unless null.
 cudaError_t launch_quantize(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
                             uint8_t* packed, cudaStream_t stream);
+
+// One step of every parameter of the table (optimizer_table.h). Device memory is read for the inputs and the step counts.
+cudaError_t launch_optimizer(OptimizerRule rule, const OptimizerTable& table, const OptimizerHyper& hyper,
+                             const OptimizerInputs& inputs, cudaStream_t stream);
 
 }  // namespace halfbyte::cuda

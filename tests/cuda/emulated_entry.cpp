@@ -1,9 +1,13 @@
 // C entry points of the emulated kernels, called by tests/cuda/emulated.py through ctypes.
 #include "emulator.h"
 
+#include <vector>
+
 #include "../../csrc/cuda/elements.h"
 #include "../../csrc/cuda/geometry.h"
 #include "../../csrc/cuda/kernels.h"
+#include "../../csrc/cuda/optimizer_elements.h"
+#include "../../csrc/cuda/optimizer_table.h"
 
 using namespace halfbyte;
 
@@ -26,6 +30,72 @@ int emulated_embedding(const void* indices, int wide, int64_t count, const uint8
 int emulated_quantize(const void* input, int dtype, const float* scales, int64_t rows, int format, int64_t block_size,
                       int64_t in_features, uint8_t* packed) {
   return cuda::launch_quantize(input, DType(dtype), scales, rows, row_layout(format, block_size, in_features), packed, nullptr);
+}
+
+// One step of a list; arrays of `count` entries. hyper: lr, beta1, beta2, eps, weight_decay, momentum, dampening.
+// Returns the CUDA error, or -tables (minus the number of launches).
+int emulated_optimizer(int rule, int64_t count, void* const* params, const int* param_dtypes, const void* const* grads,
+                       const int* grad_dtypes, uint8_t* const* first_codes, float* const* first_scales,
+                       uint8_t* const* second_codes, float* const* second_scales, const int64_t* rows, const int64_t* lengths,
+                       const int64_t* offsets, const float* step, const double* hyper, int64_t seed, int flags,
+                       const float* lr, const float* grad_scale, const float* found_inf) {
+  OptimizerHyper h{};
+  h.lr = hyper[0], h.beta1 = hyper[1], h.beta2 = hyper[2], h.eps = hyper[3], h.weight_decay = hyper[4];
+  h.momentum = hyper[5], h.dampening = hyper[6];
+  h.seed = seed, h.stochastic = flags & 1, h.nesterov = flags & 2, h.maximize = flags & 4;
+  std::vector<OptimizerTensor> tensors(static_cast<size_t>(count));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    OptimizerTensor& t = tensors[i];
+    t.param = params[i], t.grad = grads[i];
+    t.codes[0] = first_codes[i], t.scales[0] = first_scales[i];
+    t.codes[1] = second_codes ? second_codes[i] : nullptr, t.scales[1] = second_scales ? second_scales[i] : nullptr;
+    t.row_length = lengths[i], t.blocks_per_row = (lengths[i] + kStateBlock - 1) / kStateBlock;
+    t.element_offset = uint64_t(offsets[i]);
+    t.param_dtype = DType(param_dtypes[i]), t.grad_dtype = DType(grad_dtypes[i]);
+  }
+  int tables = 0;
+  const cudaError_t error = cuda::for_each_table(
+      tensors, std::vector<int64_t>(rows, rows + count), {step}, [&](const cuda::OptimizerTable& table) {
+        ++tables;
+        return cuda::launch_optimizer(OptimizerRule(rule), table, h, {lr, grad_scale, found_inf}, nullptr);
+      });
+  return error == cudaSuccess ? -tables : int(error);
+}
+
+// Tables of a list of (rows, row length) tensors, without running them: (entries, tasks, blocks covered) per table.
+int64_t optimizer_tables(int64_t count, const int64_t* rows, const int64_t* lengths, int64_t* out, int64_t most) {
+  std::vector<OptimizerTensor> tensors(static_cast<size_t>(count));
+  for (size_t i = 0; i < tensors.size(); ++i)
+    tensors[i].row_length = lengths[i], tensors[i].blocks_per_row = (lengths[i] + kStateBlock - 1) / kStateBlock;
+  int64_t tables = 0;
+  cuda::for_each_table(tensors, std::vector<int64_t>(rows, rows + count), {nullptr}, [&](const cuda::OptimizerTable& table) {
+    int64_t blocks = 0, tasks = 0;
+    for (int i = 0; i < table.entries; ++i) {
+      if (table.entry[i].first_task != tasks) return 1;
+      blocks += table.entry[i].blocks;
+      tasks += cuda::tasks_of(table.entry[i].blocks, table.entry[i].lanes);
+    }
+    if (tasks != table.tasks || tables >= most) return 1;
+    const int64_t fields[3] = {table.entries, tasks, blocks};
+    memcpy(out + 3 * tables++, fields, sizeof fields);
+    return 0;
+  });
+  return tables;
+}
+
+// Codes of a * 1 for a block of scale 1, all floats of `x`.
+void encode_moments(const float* x, int64_t count, int is_signed, uint8_t* codes) {
+  const DynamicMap map = make_dynamic_map(is_signed != 0);
+  cuda::MapTables tables;
+  memcpy(tables.A, map.A, sizeof map.A);
+  memcpy(tables.B, map.B, sizeof map.B);
+  memcpy(tables.J, map.J, sizeof map.J);
+  memcpy(tables.above, map.above, sizeof map.above);
+  const cuda::BlockEncoder block = cuda::block_encoder(0x3F800000u);
+  for (int64_t i = 0; i < count; ++i) {
+    codes[i] = uint8_t(is_signed ? cuda::encode_moment<true>(tables, map.guess_offset, map.midpoint, block, x[i])
+                                 : cuda::encode_moment<false>(tables, map.guess_offset, map.midpoint, block, x[i]));
+  }
 }
 
 // The 4-bit code of each v by the bucket table, and by counting thresholds as the rules say. Returns the first index where

@@ -26,12 +26,14 @@
 #undef __constant__
 #undef __launch_bounds__
 #undef __forceinline__
+#undef __grid_constant__
 #define __global__
 #define __device__
 #define __host__
 #define __shared__ static
 #define __constant__ static
 #define __forceinline__ inline
+#define __grid_constant__
 #define __launch_bounds__(...)
 #define threadIdx (::halfbyte::emulator::current.thread)
 #define blockIdx (::halfbyte::emulator::current.block)
