@@ -28,6 +28,13 @@ cudaError_t launch_embedding(const void* indices, bool wide, int64_t count, cons
 cudaError_t launch_quantize(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
                             uint8_t* packed, cudaStream_t stream);
 
+// linear for problems that linear_route.h sends here. partial: float32 (splits, M, N), or null when splits is 1; splits is
+// what linear_small_splits gives on the current device. bias: (N,) of dtype or null.
+int64_t linear_small_splits(const RowLayout& layout, int64_t N);
+cudaError_t launch_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
+                                DType dtype, const void* bias, void* output, float* partial, int64_t splits,
+                                cudaStream_t stream);
+
 // One step of every parameter of the table (optimizer_table.h). Device memory is read for the inputs and the step counts.
 cudaError_t launch_optimizer(OptimizerRule rule, const OptimizerTable& table, const OptimizerHyper& hyper,
                              const OptimizerInputs& inputs, cudaStream_t stream);

@@ -6,6 +6,7 @@
 #include "../../csrc/cuda/elements.h"
 #include "../../csrc/cuda/geometry.h"
 #include "../../csrc/cuda/kernels.h"
+#include "../../csrc/cuda/linear_route.h"
 #include "../../csrc/cuda/optimizer_elements.h"
 #include "../../csrc/cuda/optimizer_table.h"
 
@@ -30,6 +31,32 @@ int emulated_embedding(const void* indices, int wide, int64_t count, const uint8
 int emulated_quantize(const void* input, int dtype, const float* scales, int64_t rows, int format, int64_t block_size,
                       int64_t in_features, uint8_t* packed) {
   return cuda::launch_quantize(input, DType(dtype), scales, rows, row_layout(format, block_size, in_features), packed, nullptr);
+}
+
+int emulated_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, int format, int64_t block_size,
+                          int64_t in_features, int dtype, const void* bias, void* output, float* partial, int64_t splits) {
+  return cuda::launch_linear_small(input, M, packed, N, row_layout(format, block_size, in_features), DType(dtype), bias, output,
+                                   partial, splits, nullptr);
+}
+
+// Index of the first obstacle, or -1 where the small kernel takes the problem.
+int linear_obstacle(int64_t M, int64_t N, int64_t K, int format, int64_t block_size, int dtype, int input_width, int packed_width,
+                    const char** name) {
+  const cuda::LinearProblem p{M, N, K, format, block_size, DType(dtype), input_width, packed_width};
+  int index = 0;
+  for (const cuda::Obstacle& obstacle : cuda::kSmallObstacles) {
+    if (obstacle.applies(p)) {
+      *name = obstacle.name;
+      return cuda::route(p) == cuda::LinearRoute::kDense ? index : -2;
+    }
+    ++index;
+  }
+  return cuda::route(p) == cuda::LinearRoute::kSmall ? -1 : -2;
+}
+
+void small_plan_of(int64_t N, int64_t K, int64_t multiprocessors, int64_t* out) {
+  const cuda::SmallPlan plan = cuda::small_plan(N, K, multiprocessors);
+  out[0] = plan.tiles, out[1] = plan.splits, out[2] = plan.grid;
 }
 
 // One step of a list; arrays of `count` entries. hyper: lr, beta1, beta2, eps, weight_decay, momentum, dampening.

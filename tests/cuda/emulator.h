@@ -91,6 +91,53 @@ using std::min;
 
 namespace halfbyte::cuda {
 
+inline uint2 load_once(const uint8_t* p) {
+  uint2 v;
+  memcpy(&v, p, 8);
+  return v;
+}
+
+// One register of a fragment as two floats.
+template <class T>
+void halves(uint32_t word, float (&out)[2]) {
+  T pair[2];
+  memcpy(static_cast<void*>(pair), &word, 4);
+  for (int i = 0; i < 2; ++i) out[i] = float(pair[i]);
+}
+
+// mma.sync.m16n8k16: products in fp32 exactly, added in fp32 in the order of k (the hardware's order is not documented).
+template <class T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float rows[2][16], columns[2][16], pair[2];
+  memcpy(emulator::warp_slot(lane), a, 16);
+  emulator::syncwarp();
+  for (unsigned other = 0; other < 4; ++other) {
+    uint32_t theirs[4];
+    memcpy(theirs, emulator::warp_slot(4 * g + other), 16);
+    for (unsigned r = 0; r < 4; ++r) {
+      halves<T>(theirs[r], pair);
+      for (unsigned i = 0; i < 2; ++i) rows[r % 2][2 * other + i + 8 * (r / 2)] = pair[i];
+    }
+  }
+  emulator::syncwarp();
+  memcpy(emulator::warp_slot(lane), b, 8);
+  emulator::syncwarp();
+  for (unsigned c = 0; c < 2; ++c) {
+    for (unsigned other = 0; other < 4; ++other) {
+      uint32_t theirs[2];
+      memcpy(theirs, emulator::warp_slot(4 * (2 * t + c) + other), 8);
+      for (unsigned r = 0; r < 2; ++r) {
+        halves<T>(theirs[r], pair);
+        for (unsigned i = 0; i < 2; ++i) columns[c][2 * other + i + 8 * r] = pair[i];
+      }
+    }
+  }
+  emulator::syncwarp();
+  for (unsigned i = 0; i < 4; ++i)
+    for (unsigned k = 0; k < 16; ++k) d[i] += rows[i / 2][k] * columns[i % 2][k];
+}
+
 template <class... Params, class... Args>
 cudaError_t launch(void (*kernel)(Params...), unsigned grid_x, unsigned grid_y, unsigned block, size_t shared_bytes,
                    cudaStream_t, Args&&... args) {
