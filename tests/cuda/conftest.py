@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
@@ -17,7 +19,7 @@ from halfbyte.formats import Format
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-FLAGS = ["-std=c++20", "-O2", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
+FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
          "-Wno-unknown-pragmas", "-DHALFBYTE_EMULATE_CUDA", "-x", "c++"]  # fmt: skip
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -90,20 +92,31 @@ def aligned(size: int, offset: int) -> Tensor:
 
 
 @pytest.fixture(scope="session")
-def emulated(tmp_path_factory: pytest.TempPathFactory) -> Emulated:
-    """Compiles csrc/cuda/*.cu with the host compiler, once per session."""
+def emulated() -> Emulated:
+    """csrc/cuda/*.cu compiled with the host compiler: once per state of the sources, also with several test workers."""
     home = cuda_home()
     assert home is not None
-    folder = tmp_path_factory.mktemp("emulated")
     sources = [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), HERE / "emulator.cpp", HERE / "emulated_entry.cpp"]
+    headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.h"), HERE / "emulator.h", Path(__file__)]
     compiler = os.environ.get("CXX", "g++")
+    key = hashlib.sha256(compiler.encode())
+    for path in sorted([*sources, *headers]):
+        key.update(path.read_bytes())
+    folder = ROOT / "build" / "emulated_cuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{key.hexdigest()[:16]}.so"
 
     def compile_one(source: Path) -> str:
         output = str(folder / f"{source.name}.o")
         subprocess.run([compiler, *FLAGS, "-isystem", f"{home}/include", "-c", str(source), "-o", output], check=True)
         return output
 
-    with ThreadPoolExecutor(2) as pool:
-        objects = list(pool.map(compile_one, sources))
-    subprocess.run([compiler, "-shared", "-o", str(folder / "emulated.so"), *objects], check=True)
-    return Emulated(folder / "emulated.so")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.is_file():
+            for stale in folder.glob("*.so"):
+                stale.unlink()
+            with ThreadPoolExecutor(2) as pool:
+                objects = list(pool.map(compile_one, sources))
+            subprocess.run([compiler, "-shared", "-o", str(library), *objects], check=True)
+    return Emulated(library)
