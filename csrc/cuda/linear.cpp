@@ -36,14 +36,13 @@ LinearProblem problem_of(const Tensor& input, const Tensor& packed, const RowLay
 Tensor small_linear(const char* op, const LinearProblem& p, const Tensor& input, const Tensor& packed,
                     const std::optional<Tensor>& bias, const RowLayout& layout) {
   const LaunchScope scope(op, packed);
-  const std::optional<Tensor> b = bias ? std::optional<Tensor>(torch::stable::contiguous(*bias)) : std::nullopt;
+  const Tensor b = torch::stable::contiguous(bias ? *bias : input);  // input only stands for none
   Tensor output = torch::stable::new_empty(input, with_last_size(input, p.N), input.scalar_type());
   const int64_t splits = linear_small_splits(layout, p.N);
-  std::optional<Tensor> partial;
-  if (splits > 1) partial = torch::stable::new_empty(input, {splits, p.M, p.N}, ScalarType::Float);
+  Tensor partial = splits > 1 ? torch::stable::new_empty(input, {splits, p.M, p.N}, ScalarType::Float) : output;
   scope.check(launch_linear_small(input.const_data_ptr(), p.M, packed.const_data_ptr<uint8_t>(), p.N, layout, p.dtype,
-                                  b ? b->const_data_ptr() : nullptr, output.mutable_data_ptr(),
-                                  partial ? partial->mutable_data_ptr<float>() : nullptr, splits, scope.stream()));
+                                  bias ? b.const_data_ptr() : nullptr, output.mutable_data_ptr(),
+                                  splits > 1 ? partial.mutable_data_ptr<float>() : nullptr, splits, scope.stream()));
   return output;
 }
 

@@ -14,9 +14,9 @@ Tensor quantize_checked(const char* op, const Tensor& input, const std::optional
   if (scales) check_scales(op, input, *scales, layout);
   const LaunchScope scope(op, input);
   const Tensor x = torch::stable::contiguous(input);
-  const std::optional<Tensor> given = scales ? std::optional<Tensor>(torch::stable::contiguous(*scales)) : std::nullopt;
+  const Tensor given = torch::stable::contiguous(scales ? *scales : x);  // x only stands for none
   Tensor packed = torch::stable::new_empty(x, with_last_size(input, layout.row_bytes), ScalarType::Byte);
-  scope.check(launch_quantize(x.const_data_ptr(), dtype, given ? given->const_data_ptr<float>() : nullptr, leading_numel(input),
+  scope.check(launch_quantize(x.const_data_ptr(), dtype, scales ? given.const_data_ptr<float>() : nullptr, leading_numel(input),
                               layout, packed.mutable_data_ptr<uint8_t>(), scope.stream()));
   return packed;
 }
