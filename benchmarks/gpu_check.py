@@ -104,8 +104,9 @@ class Bench:
         self.synchronize()
         return statistics.median(t() for t in times) / calls
 
-    def compare(self, title: str, peers: dict[str, Callable[[int], object]], nbytes: float = 0, flops: float = 0,
-                graphs: bool = True) -> None:  # fmt: skip
+    def compare(
+        self, title: str, peers: dict[str, Callable[[int], object]], nbytes: float = 0, flops: float = 0, graphs: bool = True
+    ) -> None:
         floor = max(nbytes / self.copy, flops / self.gemm) * 1e6
         for run in peers.values():
             for i in range(2):
@@ -123,8 +124,11 @@ class Bench:
             row = Row(title, who, median, self.graph(peers[who]) if graphs else None, floor, spread)
             self.rows.append(row)
             best = row.graph or row.event
-            print(f"{title:42s} {who:18s} event {median:10.1f} us  graph {row.graph or float('nan'):10.1f} us  "
-                  f"floor {floor:9.1f} us  {100 * floor / best:5.1f} % of floor  +-{50 * spread:.0f} %", flush=True)  # fmt: skip
+            print(
+                f"{title:42s} {who:18s} event {median:10.1f} us  graph {row.graph or float('nan'):10.1f} us  "
+                f"floor {floor:9.1f} us  {100 * floor / best:5.1f} % of floor  +-{50 * spread:.0f} %",
+                flush=True,
+            )
         if self.cuda:
             torch.cuda.empty_cache()
 
@@ -180,10 +184,19 @@ def codec(b: Bench) -> None:
 
 
 def linears(b: Bench) -> None:
-    problems = [(1, 8192, 8192), (16, 8192, 8192), (1, 4096, 4096), (1, 14336, 4096), (64, 14336, 4096), (128, 14336, 4096),
-                (256, 14336, 4096), (512, 14336, 4096), (4096, 14336, 4096)]  # fmt: skip
-    for m, n, k in problems:
-        n, k, m = b.size(n), b.size(k), b.size(m, 64)
+    problems = [
+        (1, 8192, 8192),
+        (16, 8192, 8192),
+        (1, 4096, 4096),
+        (1, 14336, 4096),
+        (64, 14336, 4096),
+        (128, 14336, 4096),
+        (256, 14336, 4096),
+        (512, 14336, 4096),
+        (4096, 14336, 4096),
+    ]
+    for batch, rows, columns in problems:
+        m, n, k = b.size(batch, 64), b.size(rows), b.size(columns)
         x, nbytes = b.randn(m, k), halfbyte.Format.parse("nf4").row_bytes(k) * n
         packed = b.rotate(lambda: halfbyte.quantize(b.randn(n, k), "nf4"), nbytes)  # noqa: B023
         dense = b.rotate(lambda: b.randn(n, k), n * k * 2)  # noqa: B023
@@ -198,7 +211,9 @@ def linears(b: Bench) -> None:
                 peers["bitsandbytes"] = lambda i: bnb.gemv_4bit(x.view(1, 1, -1), theirs(i)[0].t(), state=theirs(i)[1])  # noqa: B023
             else:
                 peers["bitsandbytes"] = lambda i: F.linear(x, bnb.dequantize_4bit(*theirs(i)))  # noqa: B023
-        error = gpu_checks.linear_bound(x, packed(0), halfbyte.Format.parse("nf4"), halfbyte.ops.linear(x, packed(0), None, "nf4", k))
+        error = gpu_checks.linear_bound(
+            x, packed(0), halfbyte.Format.parse("nf4"), halfbyte.ops.linear(x, packed(0), None, "nf4", k)
+        )
         assert error <= 1, f"linear M={m} is wrong by {error} bounds"
         b.compare(f"linear nf4 M={m} {n}x{k}", peers, nbytes + 2 * m * (n + k), 2.0 * m * n * k)
 
@@ -214,10 +229,15 @@ def qlora_linear(b: Bench) -> None:
     def step(base: Callable[[], Tensor]) -> None:
         torch.autograd.grad(base() + F.linear(F.linear(x, a), c), (x, a, c), g)
 
-    b.compare(f"QLoRA linear fwd+bwd r=16 M={m}", {
-        "halfbyte": lambda _: step(lambda: halfbyte.ops.linear(x, packed, None, "nf4", k)),
-        "bf16 LoRA": lambda _: step(lambda: F.linear(x, dense)),
-    }, flops=4.0 * m * n * k, graphs=False)  # fmt: skip
+    b.compare(
+        f"QLoRA linear fwd+bwd r=16 M={m}",
+        {
+            "halfbyte": lambda _: step(lambda: halfbyte.ops.linear(x, packed, None, "nf4", k)),
+            "bf16 LoRA": lambda _: step(lambda: F.linear(x, dense)),
+        },
+        flops=4.0 * m * n * k,
+        graphs=False,
+    )
 
 
 def optimizers(b: Bench) -> None:
@@ -251,8 +271,11 @@ def host_cost(b: Bench) -> dict[str, float]:
     x, packed = b.randn(1, 64), halfbyte.quantize(b.randn(16, 64), "nf4")
     dense = b.randn(16, 64)
     costs = {}
-    for name, run in {"linear": lambda: halfbyte.ops.linear(x, packed, None, "nf4", 64),
-                      "dequantize": lambda: halfbyte.dequantize(packed, "nf4", 64), "F.linear": lambda: F.linear(x, dense)}.items():  # fmt: skip
+    for name, run in {
+        "linear": lambda: halfbyte.ops.linear(x, packed, None, "nf4", 64),
+        "dequantize": lambda: halfbyte.dequantize(packed, "nf4", 64),
+        "F.linear": lambda: F.linear(x, dense),
+    }.items():
         for _ in range(50):
             run()
         b.synchronize()
@@ -331,8 +354,13 @@ def train_8b(b: Bench) -> dict[str, float]:
         b.synchronize()
         times.append(time.perf_counter() - start)
     assert torch.isfinite(loss), "the loss is not finite"
-    result = {"build_s": built, "step_s": statistics.median(times[1:]), "tokens_per_s": batch * length / statistics.median(times[1:]),
-              "peak_gb": torch.cuda.max_memory_allocated(b.device) / 1e9 if b.cuda else float("nan"), "loss": float(loss)}  # fmt: skip
+    result = {
+        "build_s": built,
+        "step_s": statistics.median(times[1:]),
+        "tokens_per_s": batch * length / statistics.median(times[1:]),
+        "peak_gb": torch.cuda.max_memory_allocated(b.device) / 1e9 if b.cuda else float("nan"),
+        "loss": float(loss.detach()),
+    }
     print("8B-shaped QLoRA step: " + ", ".join(f"{name} {value:.3f}" for name, value in result.items()))
     return result
 
@@ -387,14 +415,25 @@ def main() -> int:
     b = Bench(device, 3 if args.dry_run else args.rounds, args.dry_run)
     result: dict[str, Any] = {
         "device": "dry run on the CPU" if args.dry_run else torch.cuda.get_device_name(device),
-        "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-        "halfbyte": halfbyte._library.build_info(), "bitsandbytes": getattr(sys.modules.get("bitsandbytes"), "__version__", None),
-    }  # fmt: skip
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "halfbyte": halfbyte._library.build_info(),
+        "bitsandbytes": getattr(sys.modules.get("bitsandbytes"), "__version__", None),
+    }
     print(json.dumps(result))
     start = time.perf_counter()
     result["failed"] = run_checks(device, args.only)
-    sections = {"floors": floors, "codec": codec, "linears": linears, "qlora_linear": qlora_linear, "optimizers": optimizers,
-                "host_cost": host_cost, "train_8b": train_8b, "distributed": distributed}  # fmt: skip
+    sections = {
+        "floors": floors,
+        "codec": codec,
+        "linears": linears,
+        "qlora_linear": qlora_linear,
+        "optimizers": optimizers,
+        "host_cost": host_cost,
+        "train_8b": train_8b,
+        "distributed": distributed,
+    }
     for name, section in sections.items():
         if args.only and args.only not in name and name != "floors":
             continue

@@ -1,6 +1,6 @@
 """Correctness of every op on a GPU against the CPU ops: the list that gpu_check.py and tests/cuda/test_on_gpu.py run.
 
-The CPU ops are themselves byte-equal to halfbyte.reference (tests/). Each check takes a device and raises AssertionError.
+The CPU ops are byte-equal to halfbyte.reference (tests/). Each check takes a device and raises AssertionError.
 With device cpu the plumbing runs without a GPU (`gpu_check.py --dry-run`); checks that only mean something on CUDA are marked.
 """
 
@@ -50,7 +50,7 @@ def moved(values: Any, device: Any) -> Any:
 
 def assert_same(name: str, ours: Tensor, cpu: Tensor) -> None:
     ours = ours.detach().cpu()
-    assert ours.shape == cpu.shape and ours.dtype == cpu.dtype, (name, ours.shape, cpu.shape)
+    assert (ours.shape, ours.dtype) == (cpu.shape, cpu.dtype), name
     if not ours.dtype.is_floating_point:
         # Optimizer codes may differ by one where a fp32 result rounds differently; packed rows never.
         allowed = 1 if "step" in name else 0
@@ -58,7 +58,9 @@ def assert_same(name: str, ours: Tensor, cpu: Tensor) -> None:
         return
     assert torch.equal(ours.isnan(), cpu.isnan()), name
     if name in SUMS:
-        torch.testing.assert_close(ours.nan_to_num(), cpu.nan_to_num(), rtol=2e-2 if ours.element_size() == 2 else 1e-4, atol=2e-2)
+        torch.testing.assert_close(
+            ours.nan_to_num(), cpu.nan_to_num(), rtol=2e-2 if ours.element_size() == 2 else 1e-4, atol=2e-2
+        )
     elif "step" in name:
         torch.testing.assert_close(ours.nan_to_num(), cpu.nan_to_num(), rtol=1e-2, atol=1e-5)
     else:
@@ -96,7 +98,7 @@ def hostile_arguments_raise(device: torch.device) -> None:
             try:
                 getattr(torch.ops.halfbyte, name).default(*arguments)
             except kind as error:
-                assert re.search(text, str(error)), (name, text, str(error))
+                assert re.search(text, str(error)), (name, text, str(error))  # noqa: PT017
             else:
                 raise AssertionError(f"{name}{arguments} did not raise")
 
@@ -111,8 +113,11 @@ def formats_dtypes_and_row_lengths(device: torch.device) -> None:
                 packed = halfbyte.quantize(x.to(device), format)
                 assert_same("quantize", packed, halfbyte.quantize(x, format))
                 for out in (torch.float32, torch.bfloat16, torch.float16):
-                    assert_same("dequantize", halfbyte.dequantize(packed, format, k, out),
-                                halfbyte.dequantize(packed.cpu(), format, k, out))  # fmt: skip
+                    assert_same(
+                        "dequantize",
+                        halfbyte.dequantize(packed, format, k, out),
+                        halfbyte.dequantize(packed.cpu(), format, k, out),
+                    )
 
 
 @check
@@ -126,8 +131,11 @@ def misaligned_addresses(device: torch.device) -> None:
             rows.copy_(packed)
             assert_same("dequantize", halfbyte.dequantize(rows, format, 576), halfbyte.dequantize(packed, format, 576))
             x = torch.randn(4, 576).to(torch.bfloat16)
-            assert_same("linear", halfbyte.ops.linear(x.to(device), rows, None, format, 576),
-                        halfbyte.ops.linear(x, packed, None, format, 576))  # fmt: skip
+            assert_same(
+                "linear",
+                halfbyte.ops.linear(x.to(device), rows, None, format, 576),
+                halfbyte.ops.linear(x, packed, None, format, 576),
+            )
 
 
 def linear_bound(x: Tensor, packed: Tensor, format: Format, y: Tensor) -> float:
@@ -193,14 +201,19 @@ def current_stream_is_used(device: torch.device) -> None:
 
 def adamw(params: list[Tensor], grads: list[Tensor], step: Tensor, **kwargs: Any) -> Callable[[], None]:
     """A step of adamw8bit_step_ on fresh state."""
+
     def rows(p: Tensor) -> int:
         return 1 if p.dim() == 1 else p.shape[0]
 
     def scales(p: Tensor) -> Tensor:
         return torch.zeros(rows(p), -(-(p.numel() // rows(p)) // 256), device=p.device)
 
-    state = [[torch.full_like(p, 127, dtype=torch.uint8) for p in params], [scales(p) for p in params],
-             [torch.zeros_like(p, dtype=torch.uint8) for p in params], [scales(p) for p in params]]  # fmt: skip
+    state = [
+        [torch.full_like(p, 127, dtype=torch.uint8) for p in params],
+        [scales(p) for p in params],
+        [torch.zeros_like(p, dtype=torch.uint8) for p in params],
+        [scales(p) for p in params],
+    ]
     hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, **kwargs}
     return lambda: torch.ops.halfbyte.adamw8bit_step_(params, grads, *state, [step], **hyper)
 
@@ -233,9 +246,14 @@ def graphs_capture_every_op(device: torch.device) -> None:
     def work() -> list[Tensor]:
         packed = halfbyte.quantize(weight, "nf4-dq")
         y = halfbyte.ops.linear(x, packed, None, "nf4-dq", k)
-        return [packed, y, halfbyte.ops.linear(x.repeat(4, 1), packed, None, "nf4-dq", k),
-                halfbyte.ops.linear_backward_input(y, packed, "nf4-dq", k),
-                halfbyte.ops.embedding(indices, packed, "nf4-dq", k), halfbyte.dequantize(packed, "nf4-dq", k)]  # fmt: skip
+        return [
+            packed,
+            y,
+            halfbyte.ops.linear(x.repeat(4, 1), packed, None, "nf4-dq", k),
+            halfbyte.ops.linear_backward_input(y, packed, "nf4-dq", k),
+            halfbyte.ops.embedding(indices, packed, "nf4-dq", k),
+            halfbyte.dequantize(packed, "nf4-dq", k),
+        ]
 
     work()
     step()

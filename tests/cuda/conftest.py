@@ -19,8 +19,20 @@ from halfbyte.formats import Format
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-FLAGS = ["-std=c++20", "-O1", "-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror",
-         "-Wno-unknown-pragmas", "-DHALFBYTE_EMULATE_CUDA", "-x", "c++"]  # fmt: skip
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-DHALFBYTE_EMULATE_CUDA",
+    "-x",
+    "c++",
+]
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 
@@ -79,8 +91,19 @@ class Emulated:
     def embedding(self, indices: Tensor, packed: Tensor, fmt: Format, k: int, dtype: torch.dtype) -> Tensor:
         out = torch.full((indices.numel(), k), 7.0, dtype=dtype)
         wide = int(indices.dtype == torch.int64)
-        self.call("emulated_embedding", indices, wide, indices.numel(), packed, packed.shape[0], fmt.id, fmt.block_size, k,
-                  DTYPES[dtype], out)  # fmt: skip
+        self.call(
+            "emulated_embedding",
+            indices,
+            wide,
+            indices.numel(),
+            packed,
+            packed.shape[0],
+            fmt.id,
+            fmt.block_size,
+            k,
+            DTYPES[dtype],
+            out,
+        )
         return out
 
 

@@ -21,8 +21,21 @@ def run(emulated: Any, x: Tensor, packed: Tensor, fmt: Format, bias: Tensor | No
     n = packed.shape[0]
     output = torch.full((m, n), 7.0, dtype=x.dtype)
     partial = torch.full((splits, m, n), float("nan"))
-    emulated.call("emulated_linear_small", x, m, packed, n, fmt.id, fmt.block_size, k, DTYPE_IDS[x.dtype],
-                  bias if bias is not None else ctypes.c_void_p(None), output, partial, splits)  # fmt: skip
+    emulated.call(
+        "emulated_linear_small",
+        x,
+        m,
+        packed,
+        n,
+        fmt.id,
+        fmt.block_size,
+        k,
+        DTYPE_IDS[x.dtype],
+        bias if bias is not None else ctypes.c_void_p(None),
+        output,
+        partial,
+        splits,
+    )
     return output
 
 
@@ -108,16 +121,36 @@ def test_more_tiles_than_thread_blocks(emulated: Any) -> None:
     ],
 )
 def test_route(emulated: Any, change: dict[str, int], obstacle: str | None) -> None:
-    p = {"M": 16, "N": 4096, "K": 4096, "format": 0, "block_size": 64, "dtype": 1, "input_width": 16, "packed_width": 16, **change}
+    p = {
+        "M": 16,
+        "N": 4096,
+        "K": 4096,
+        "format": 0,
+        "block_size": 64,
+        "dtype": 1,
+        "input_width": 16,
+        "packed_width": 16,
+        **change,
+    }
     name = ctypes.c_char_p()
-    index = emulated.c.linear_obstacle(ctypes.c_int64(p["M"]), ctypes.c_int64(p["N"]), ctypes.c_int64(p["K"]), p["format"],
-                                       ctypes.c_int64(p["block_size"]), p["dtype"], p["input_width"], p["packed_width"],
-                                       ctypes.byref(name))  # fmt: skip
+    index = emulated.c.linear_obstacle(
+        ctypes.c_int64(p["M"]),
+        ctypes.c_int64(p["N"]),
+        ctypes.c_int64(p["K"]),
+        p["format"],
+        ctypes.c_int64(p["block_size"]),
+        p["dtype"],
+        p["input_width"],
+        p["packed_width"],
+        ctypes.byref(name),
+    )
     assert (index >= 0, name.value and name.value.decode()) == (obstacle is not None, obstacle)
 
 
 @pytest.mark.parametrize("sms", [1, 20, 108, 132])
-@pytest.mark.parametrize(("n", "k"), [(1, 64), (16, 2**20), (576, 1536), (4096, 4096), (14336, 4096), (28672, 8192), (2**31 - 1, 64)])
+@pytest.mark.parametrize(
+    ("n", "k"), [(1, 64), (16, 2**20), (576, 1536), (4096, 4096), (14336, 4096), (28672, 8192), (2**31 - 1, 64)]
+)
 def test_plan_covers_the_weight_and_fills_the_device(emulated: Any, n: int, k: int, sms: int) -> None:
     out = (ctypes.c_int64 * 3)()
     emulated.c.small_plan_of(ctypes.c_int64(n), ctypes.c_int64(k), ctypes.c_int64(sms), out)

@@ -12,7 +12,20 @@ from torch import Tensor
 from halfbyte import ops
 from halfbyte.formats import Format
 
-FORMATS = ["nf4", "fp4", "nf4-dq", "fp4-dq", "int8", "fp8", "nf4:32", "fp4:128", "nf4:256", "nf4:512", "nf4-dq:32", "fp4-dq:1024"]
+FORMATS = [
+    "nf4",
+    "fp4",
+    "nf4-dq",
+    "fp4-dq",
+    "int8",
+    "fp8",
+    "nf4:32",
+    "fp4:128",
+    "nf4:256",
+    "nf4:512",
+    "nf4-dq:32",
+    "fp4-dq:1024",
+]
 WIDTHS = [1, 2, 7, 8, 31, 63, 64, 65, 100, 576, 1027]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -87,7 +100,9 @@ def test_addresses_need_no_alignment(emulated: Any, name: str) -> None:
         packed = ops.quantize(x, fmt)
         for shift in (by, by + 1):
             moved = misaligned(packed, shift)
-            assert same_values(emulated.dequantize(moved, fmt, k, torch.float16), ops.dequantize(packed, fmt, k, torch.float16))
+            assert same_values(
+                emulated.dequantize(moved, fmt, k, torch.float16), ops.dequantize(packed, fmt, k, torch.float16)
+            )
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -148,4 +163,6 @@ def test_more_units_than_one_pass_of_the_grid(emulated: Any) -> None:
     fmt = Format.parse("nf4")
     packed = emulated.quantize(x, fmt)
     assert torch.equal(packed, ops.quantize(x, fmt))
-    assert same_values(emulated.dequantize(packed, fmt, 2560, torch.bfloat16), ops.dequantize(packed, fmt, 2560, torch.bfloat16))
+    assert same_values(
+        emulated.dequantize(packed, fmt, 2560, torch.bfloat16), ops.dequantize(packed, fmt, 2560, torch.bfloat16)
+    )

@@ -24,7 +24,9 @@ def state(shape: tuple[int, ...], two: bool, generator: torch.Generator) -> list
     rows, _, blocks = oracle.num_blocks(shape)
     moments = []
     for _ in range(2 if two else 1):
-        scales = torch.rand(rows, blocks, generator=generator) * 10.0 ** torch.randint(-12, 3, (rows, blocks), generator=generator)
+        scales = torch.rand(rows, blocks, generator=generator) * 10.0 ** torch.randint(
+            -12, 3, (rows, blocks), generator=generator
+        )
         if rows > 2:
             scales[1, 0], scales[2, -1] = 0.0, float("nan")
         moments.append((torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8), scales))
@@ -46,7 +48,15 @@ class Problem:
             self.grads.append(grad.to(DTYPES[(i // 3) % 3]))
             self.state.append(state(shape, rule in ("adamw", "adam"), generator))
         self.offsets = [7 * i for i in range(len(shapes))]
-        self.hyper = {"lr": 3e-3, "beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.02, "momentum": 0.8, "dampening": 0.1}
+        self.hyper = {
+            "lr": 3e-3,
+            "beta1": 0.9,
+            "beta2": 0.99,
+            "eps": 1e-8,
+            "weight_decay": 0.02,
+            "momentum": 0.8,
+            "dampening": 0.1,
+        }
 
     def copy(self) -> Problem:
         other = object.__new__(Problem)
@@ -57,17 +67,34 @@ class Problem:
 
     def step_cpu(self, step: float, **kwargs: Any) -> None:
         """The CPU op."""
-        h = {k: v for k, v in self.hyper.items() if k in {
-            "adamw": {"lr", "beta1", "beta2", "eps", "weight_decay"}, "adam": {"lr", "beta1", "beta2", "eps", "weight_decay"},
-            "lion": {"lr", "beta1", "beta2", "weight_decay"}, "sgd": {"lr", "weight_decay", "momentum", "dampening"}}[self.rule]}  # fmt: skip
+        h = {
+            k: v
+            for k, v in self.hyper.items()
+            if k
+            in {
+                "adamw": {"lr", "beta1", "beta2", "eps", "weight_decay"},
+                "adam": {"lr", "beta1", "beta2", "eps", "weight_decay"},
+                "lion": {"lr", "beta1", "beta2", "weight_decay"},
+                "sgd": {"lr", "weight_decay", "momentum", "dampening"},
+            }[self.rule]
+        }
         if self.rule == "sgd":
             h["nesterov"] = kwargs.pop("nesterov", False)
         lists = [[m[i][j] for m in self.state] for i in range(len(self.state[0])) for j in range(2)]
         op = getattr(torch.ops.halfbyte, f"{self.rule}8bit_step_")
         op(self.params, self.grads, *lists, [torch.tensor(step)], element_offsets=self.offsets, **h, **kwargs)
 
-    def step_emulated(self, emulated: Any, step: float, seed: int | None = None, nesterov: bool = False, maximize: bool = False,
-                      lr_tensor: Tensor | None = None, grad_scale: Tensor | None = None, found_inf: Tensor | None = None) -> int:  # fmt: skip
+    def step_emulated(
+        self,
+        emulated: Any,
+        step: float,
+        seed: int | None = None,
+        nesterov: bool = False,
+        maximize: bool = False,
+        lr_tensor: Tensor | None = None,
+        grad_scale: Tensor | None = None,
+        found_inf: Tensor | None = None,
+    ) -> int:
         """The CUDA kernel; returns the number of launches."""
         count = len(self.params)
 
@@ -85,10 +112,22 @@ class Problem:
         flags = (seed is not None) * 1 + nesterov * 2 + maximize * 4
         scalars = [ctypes.c_void_p(None if t is None else t.data_ptr()) for t in (lr_tensor, grad_scale, found_inf)]
         status = emulated.c.emulated_optimizer(
-            RULES[self.rule], ctypes.c_int64(count), pointers(self.params), ints([DTYPE_IDS[p.dtype] for p in self.params], ctypes.c_int),
-            pointers(self.grads), ints([DTYPE_IDS[g.dtype] for g in self.grads], ctypes.c_int), *states, ints([s[0] for s in shapes]),
-            ints([s[1] for s in shapes]), ints(self.offsets), ctypes.c_void_p(step_tensor.data_ptr()),
-            (ctypes.c_double * 7)(*[self.hyper[n] for n in names]), ctypes.c_int64(seed or 0), flags, *scalars)  # fmt: skip
+            RULES[self.rule],
+            ctypes.c_int64(count),
+            pointers(self.params),
+            ints([DTYPE_IDS[p.dtype] for p in self.params], ctypes.c_int),
+            pointers(self.grads),
+            ints([DTYPE_IDS[g.dtype] for g in self.grads], ctypes.c_int),
+            *states,
+            ints([s[0] for s in shapes]),
+            ints([s[1] for s in shapes]),
+            ints(self.offsets),
+            ctypes.c_void_p(step_tensor.data_ptr()),
+            (ctypes.c_double * 7)(*[self.hyper[n] for n in names]),
+            ctypes.c_int64(seed or 0),
+            flags,
+            *scalars,
+        )
         if status > 0:
             raise RuntimeError(f"CUDA error {status}")
         return -status
@@ -176,7 +215,15 @@ def tables(emulated: Any, shapes: list[tuple[int, int]]) -> list[tuple[int, int,
 
 @pytest.mark.parametrize(
     "shapes",
-    [[(1, 1)], [(4096, 4096)] * 1000, [(2**33, 16)], [(2**40, 1), (5, 5)], [(3, 2**37)], [(1, 2**38 - 256)], [(0, 16), (16, 0), (1, 1)]],
+    [
+        [(1, 1)],
+        [(4096, 4096)] * 1000,
+        [(2**33, 16)],
+        [(2**40, 1), (5, 5)],
+        [(3, 2**37)],
+        [(1, 2**38 - 256)],
+        [(0, 16), (16, 0), (1, 1)],
+    ],
 )
 def test_tables_cover_huge_lists(emulated: Any, shapes: list[tuple[int, int]]) -> None:
     parts = tables(emulated, shapes)
@@ -190,7 +237,9 @@ def test_moment_encoder_equals_the_oracle(emulated: Any, signed: bool) -> None:
     values = oracle.dynamic_map(signed).astype(np.float64)
     special = np.concatenate([values, (values[1:] + values[:-1]) / 2]).astype(np.float32)
     around = (special.view(np.int32)[:, None] + np.arange(-6, 7, dtype=np.int32)).reshape(-1).view(np.float32)
-    random = np.random.default_rng(0).uniform(-1 if signed else 0, 1, 50_000) * 10.0 ** np.random.default_rng(1).uniform(-9, 0, 50_000)
+    random = np.random.default_rng(0).uniform(-1 if signed else 0, 1, 50_000) * 10.0 ** np.random.default_rng(1).uniform(
+        -9, 0, 50_000
+    )
     x = np.concatenate([around, random.astype(np.float32)])
     x = oracle.flush(np.ascontiguousarray(x[(np.abs(x) <= 1) & ~np.isnan(x)]))
     codes = np.zeros(len(x), dtype=np.uint8)

@@ -26,8 +26,19 @@ def test_every_kernel_file_has_a_limit() -> None:
 def test_no_spills_and_registers_as_planned(stem: str, tmp_path: Path) -> None:
     home = cuda_home()
     assert home is not None
-    command = [f"{home}/bin/nvcc", "-std=c++20", "-O3", "-fmad=false", "-gencode=arch=compute_80,code=sm_80",
-               "-gencode=arch=compute_90,code=sm_90", "-Xptxas=-v", "-c", f"{ROOT}/csrc/cuda/{stem}.cu", "-o", f"{tmp_path}/o"]  # fmt: skip
+    command = [
+        f"{home}/bin/nvcc",
+        "-std=c++20",
+        "-O3",
+        "-fmad=false",
+        "-gencode=arch=compute_80,code=sm_80",
+        "-gencode=arch=compute_90,code=sm_90",
+        "-Xptxas=-v",
+        "-c",
+        f"{ROOT}/csrc/cuda/{stem}.cu",
+        "-o",
+        f"{tmp_path}/o",
+    ]
     said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
