@@ -1,7 +1,7 @@
 """Correctness of every op on a GPU against the CPU ops: the list that gpu_check.py and tests/cuda/test_on_gpu.py run.
 
 The CPU ops are byte-equal to halfbyte.reference (tests/). Each check takes a device and raises AssertionError.
-The CPU ops are byte-equal to halfbyte.reference (tests/). A check takes a device and raises AssertionError.
+With device cpu the plumbing runs without a GPU (`gpu_check.py --dry-run`), except for the checks in CUDA_ONLY.
 """
 
 from __future__ import annotations
