@@ -11,25 +11,25 @@ namespace halfbyte::cpu {
 namespace {
 
 template <class T>
-inline void store_row(const float* sums, int64_t stride, int64_t count, const void* bias, void* data) {
+inline void store_row(const float* sums, int64_t count, const void* bias, void* data) {
   T* out = static_cast<T*>(data);
   const T* added = static_cast<const T*>(bias);
   if (added) {
-    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i * stride] + to_float(added[i]));
+    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i] + to_float(added[i]));
   } else {
-    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i * stride]);
+    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i]);
   }
 }
 
-// output[token, column : column + count] = sums[i * stride] + bias, rounded once.
-inline void store_output(const LinearOutput& o, int64_t token, int64_t column, const float* sums, int64_t stride, int64_t count) {
+// output[token, column : column + count] = sums[i] + bias, rounded once.
+inline void store_output(const LinearOutput& o, int64_t token, int64_t column, const float* sums, int64_t count) {
   const int64_t size = o.dtype == DType::kFloat32 ? 4 : 2;
   char* data = static_cast<char*>(o.data) + (token * o.stride + column) * size;
   const char* bias = o.bias ? static_cast<const char*>(o.bias) + column * size : nullptr;
   switch (o.dtype) {
-    case DType::kFloat32: store_row<float>(sums, stride, count, bias, data); break;
-    case DType::kBFloat16: store_row<BFloat16>(sums, stride, count, bias, data); break;
-    case DType::kFloat16: store_row<Float16>(sums, stride, count, bias, data); break;
+    case DType::kFloat32: store_row<float>(sums, count, bias, data); break;
+    case DType::kBFloat16: store_row<BFloat16>(sums, count, bias, data); break;
+    case DType::kFloat16: store_row<Float16>(sums, count, bias, data); break;
   }
 }
 
@@ -113,7 +113,7 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
   for (int m = 0; m < M; ++m) {
     float result[R];
     for (int r = 0; r < R; ++r) result[r] = horizontal_sum(sum[r][m]);
-    store_output(output, m, row, result, 1, R);
+    store_output(output, m, row, result, R);
   }
 }
 
@@ -130,6 +130,8 @@ void direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const Row
 
 // ---- micro-kernel: sums (R, G vectors) += a (R, units), broadcast, times b (units, G vectors) ------------------------
 
+constexpr int64_t kPrefetchUnits = 6;
+
 template <class Product, int R, int G>
 inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first) {
   Vector sum[R][G];
@@ -140,7 +142,10 @@ inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, 
   for (int64_t u = 0; u < units; ++u, b += G * kLanes) {
     typename Product::Values v[G];
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) v[g] = Product::load(b + g * kLanes);
+    for (int g = 0; g < G; ++g) {
+      v[g] = Product::load(b + g * kLanes);
+      if (kLanes == 16) prefetch(b + (kPrefetchUnits * G + g) * kLanes);  // b streams from L2, a new page every 16 units
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const typename Product::Values w = Product::broadcast(a + r * a_stride + u);
@@ -227,7 +232,13 @@ void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowL
         m0 += vectors * kLanes;
       }
     }
-    for (int64_t m = 0; m < tokens; ++m) store_output(output, m, n0, sums + m, kSumsStride, rows);
+    for (int64_t m0 = 0; m0 < tokens; m0 += 16) {
+      const int64_t count = m0 + 16 < tokens ? 16 : tokens - m0;
+      float turned[16][kPanelRows];  // a strided read for every output would cost more than the conversion
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t m = 0; m < 16; ++m) turned[m][r] = sums[r * kSumsStride + m0 + m];
+      for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, turned[m], rows);
+    }
   }
 }
 
@@ -321,7 +332,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
         float natural[kGroup];
         const float* decoded = sums + m * shape.sums_stride() + g * kGroup;
         for (int i = 0; i < kGroup; ++i) natural[order.element[i]] = decoded[i];
-        store_output(output, m, column, natural, 1, count);
+        store_output(output, m, column, natural, count);
       }
     }
   }
