@@ -45,7 +45,7 @@ def bitsandbytes_cases(weights: list[torch.Tensor], x: torch.Tensor, flops: int)
 
     def inference(i: int) -> torch.Tensor:
         data, state = packed[i % len(packed)]
-        return bnb.matmul_4bit(x, data.t(), quant_state=state)
+        return bnb.matmul_4bit(x, data.t(), quant_state=state)  # type: ignore[attr-defined]
 
     def training(i: int) -> torch.Tensor:
         return F.linear(x, BF.dequantize_4bit(*packed[i % len(packed)]))
