@@ -31,6 +31,8 @@ class Optimizer8bit(Optimizer):
     Args:
         params: as for torch.optim.
         defaults: hyper-parameters of groups that do not set them.
+        offload: see `AdamW8bit`.
+        fused_backward: see `AdamW8bit`.
 
     Raises:
         NotImplementedError: a complex parameter.
