@@ -9,20 +9,37 @@ namespace {
 
 constexpr int64_t kDecodeGroup = 32;  // elements per call of decode and decode_8bit
 
+// 16 words of T (BFloat16 or Float16) -> their low bytes and their high bytes, each 16 bytes in both lanes.
+template <class T>
+inline void split_bytes(__m256 a, __m256 b, __m256i& low, __m256i& high);
+template <>
+inline void split_bytes<Float16>(__m256 a, __m256 b, __m256i& low, __m256i& high) {
+  const __m256i words = narrow_floats<Float16>(a, b);
+  const __m256i bytes =  // low 0-7, high 0-7 | low 8-15, high 8-15
+      _mm256_packus_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(words, 8));
+  low = _mm256_permute4x64_epi64(bytes, 0x88);
+  high = _mm256_permute4x64_epi64(bytes, 0xDD);
+}
+template <>
+inline void split_bytes<BFloat16>(__m256 a, __m256 b, __m256i& low, __m256i& high) {
+  // Bytes 2 of four dwords, then bytes 3; twice, so that a blend joins a and b.
+  const __m256i gather = _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 6, 10, 14, 3, 7, 11, 15, 2, 6, 10, 14, 3, 7, 11, 15));
+  const __m256i bytes =  // dwords: low 0-3, high 0-3, low 8-11, high 8-11 | low 4-7, high 4-7, low 12-15, high 12-15
+      _mm256_blend_epi32(_mm256_shuffle_epi8(round_bf16(a), gather), _mm256_shuffle_epi8(round_bf16(b), gather), 0xCC);
+  low = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 2, 6, 0, 4, 2, 6));
+  high = _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(1, 5, 3, 7, 1, 5, 3, 7));
+}
+
 // The 16 values of a 4-bit codebook times a block's absmax, rounded to T (bf16 or fp16) once. vpshufb looks up bytes, so
 // the table is kept as its low and its high bytes.
 template <class T>
 struct ScaledCodebook {
-  __m256i low, high;  // the 16 bytes, in both lanes
+  __m256i low, high;
 
   ScaledCodebook(const float* codebook, float absmax) {
     const __m256 scale = _mm256_set1_ps(absmax);
-    const __m256i words = narrow_floats<T>(_mm256_mul_ps(_mm256_loadu_ps(codebook), scale),
-                                           _mm256_mul_ps(_mm256_loadu_ps(codebook + 8), scale));
-    const __m256i bytes =  // low 0-7, high 0-7 | low 8-15, high 8-15
-        _mm256_packus_epi16(_mm256_and_si256(words, _mm256_set1_epi16(0xFF)), _mm256_srli_epi16(words, 8));
-    low = _mm256_permute4x64_epi64(bytes, 0x88);
-    high = _mm256_permute4x64_epi64(bytes, 0xDD);
+    split_bytes<T>(_mm256_mul_ps(_mm256_loadu_ps(codebook), scale), _mm256_mul_ps(_mm256_loadu_ps(codebook + 8), scale), low,
+                   high);
   }
 
   // 16 bytes of codes -> 32 elements. Each byte twice, of bytes 0-3, 8-11 | 4-7, 12-15: interleaving the bytes looked up

@@ -17,7 +17,7 @@ struct ScaledCodebook {
 
   ScaledCodebook(const float* codebook, float absmax) {
     const __m512 products = _mm512_mul_ps(_mm512_loadu_ps(codebook), _mm512_set1_ps(absmax));
-    entries = _mm512_broadcast_i64x4(narrow_floats<T>(products));
+    entries = narrow_floats<T>(products, products);
   }
 
   // 16 bytes of codes -> 32 elements: 2 bytes become the 4 words of a qword; vpmultishiftqb puts bits 4, 0, 12 and 8
@@ -79,7 +79,7 @@ inline void decode_8bit(const uint8_t* codes, float quotient, T* out) {
     store_vector<Stream>(out, _mm512_castps_si512(a));
     store_vector<Stream>(out + 16, _mm512_castps_si512(b));
   } else {
-    store_vector<Stream>(out, _mm512_inserti64x4(_mm512_castsi256_si512(narrow_floats<T>(a)), narrow_floats<T>(b), 1));
+    store_vector<Stream>(out, narrow_floats<T>(a, b));
   }
 }
 

@@ -40,8 +40,13 @@ Tensor embedding(const Tensor& indices, const Tensor& packed, int64_t format, in
   const bool stream = count * output_row >= kStreamBytes;
   const Kernels& table = kernels();
   parallel_rows(count, 1 + (int64_t(1) << 15) / embedding_dim, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
+    for (int64_t i = begin; i < end; ++i) {
+      // The rows lie anywhere: no hardware prefetcher finds the next one.
+      const int64_t next = i + 2 < end ? i + 2 : i;
+      for (int64_t byte = 0; byte < layout.row_bytes && byte < 4096; byte += 64)
+        __builtin_prefetch(source + id_at(next) * layout.row_bytes + byte);
       table.dequantize_rows(source + id_at(i) * layout.row_bytes, 1, layout, out_dtype, target + i * output_row, stream);
+    }
   });
   return output;
 }

@@ -17,12 +17,12 @@ inline __m256 load_floats(const Float16* x) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
 }
 
-// bf16 bits, nearest even, in the low half of each dword. NaN must be canonical (kNaNBits): the carry out of a full
-// mantissa would turn another NaN into -0.
+// Floats rounded to bf16, nearest even, in the high word of each dword (the low word is waste). NaN must be canonical
+// (kNaNBits): the carry out of a full mantissa would turn another NaN into -0.
 inline __m256i round_bf16(__m256 v) {
   const __m256i bits = _mm256_castps_si256(v);
   const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  return _mm256_srli_epi32(_mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF))), 16);
+  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
 }
 
 // 16 floats -> 16 words of T (BFloat16 or Float16), in order. NaN as for round_bf16.
@@ -30,7 +30,8 @@ template <class T>
 inline __m256i narrow_floats(__m256 low, __m256 high);
 template <>
 inline __m256i narrow_floats<BFloat16>(__m256 low, __m256 high) {
-  return _mm256_permute4x64_epi64(_mm256_packus_epi32(round_bf16(low), round_bf16(high)), 0xD8);
+  const __m256i a = _mm256_srli_epi32(round_bf16(low), 16), b = _mm256_srli_epi32(round_bf16(high), 16);
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
 }
 template <>
 inline __m256i narrow_floats<Float16>(__m256 low, __m256 high) {

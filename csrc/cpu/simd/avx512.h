@@ -23,20 +23,27 @@ inline __m512 load_floats(const Float16* x) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 }
 
-// 16 floats -> 16 words of T (BFloat16 or Float16), nearest even. NaN must be canonical (kNaNBits): in bf16 the carry out
-// of a full mantissa would turn another NaN into -0.
-template <class T>
-inline __m256i narrow_floats(__m512 v);
-template <>
-inline __m256i narrow_floats<BFloat16>(__m512 v) {
+// Floats rounded to bf16, nearest even, in the high word of each dword (the low word is waste). NaN must be canonical
+// (kNaNBits): the carry out of a full mantissa would turn another NaN into -0.
+inline __m512i round_bf16(__m512 v) {
   const __m512i bits = _mm512_castps_si512(v);
   const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
-  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-  return _mm512_cvtepi32_epi16(_mm512_srli_epi32(rounded, 16));
+  return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+}
+
+// 32 floats -> 32 words of T (BFloat16 or Float16), nearest even. NaN as for round_bf16.
+template <class T>
+inline __m512i narrow_floats(__m512 low, __m512 high);
+template <>
+inline __m512i narrow_floats<BFloat16>(__m512 low, __m512 high) {
+  const __m512i high_words = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
+                                              31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return _mm512_permutex2var_epi16(round_bf16(low), high_words, round_bf16(high));
 }
 template <>
-inline __m256i narrow_floats<Float16>(__m512 v) {
-  return _mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT);
+inline __m512i narrow_floats<Float16>(__m512 low, __m512 high) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT)),
+                            _mm512_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT), 1);
 }
 
 constexpr int64_t kStreamAlignment = 64;
