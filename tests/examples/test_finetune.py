@@ -12,7 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[2]
-WORDS = "the quick brown fox jumps over a lazy dog and runs".split()
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs"]
 
 
 def tiny_model(folder: Path) -> None:
@@ -28,10 +28,10 @@ def tiny_model(folder: Path) -> None:
 def test_the_demo_learns_saves_and_reloads(tmp_path: Path) -> None:
     tiny_model(tmp_path / "model")
     (tmp_path / "text").write_text(" ".join(WORDS * 200))
-    options = ["--steps", "30", "--length", "16", "--held-out", "8", "--rank", "4", "--gradient-checkpointing", "--lr", "1e-2"]
+    options = ["--steps", "30", "--length", "16", "--held-out", "8", "--rank", "4", "--lr", "1e-2"]
+    files = ["--model", tmp_path / "model", "--text", tmp_path / "text", "--output", tmp_path / "out"]
     done = subprocess.run(
-        [sys.executable, "examples/finetune.py", "--model", tmp_path / "model", "--text", tmp_path / "text"]
-        + ["--output", tmp_path / "out", *options],
+        [sys.executable, "examples/finetune.py", "--gradient-checkpointing", *files, *options],
         cwd=ROOT,
         env={**os.environ, "HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT)},
         capture_output=True,
