@@ -31,6 +31,7 @@ from peft_bridge import HalfbyteConfig, export_bitsandbytes, load_model
 bitsandbytes = pytest.importorskip("bitsandbytes")
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192}  # whole blocks of 64: what bitsandbytes packs row by row
+UP = "model.layers.1.mlp.up_proj"
 FOUR_BIT = {
     "nf4": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "fp4": {"load_in_4bit": True, "bnb_4bit_quant_type": "fp4"},
@@ -196,6 +197,18 @@ def test_blocks_that_cross_rows_stay_dense_and_the_report_says_so(theirs):
     halfbyte.verify(model)
 
 
+def test_layers_that_the_model_keeps_in_float32_are_decoded(theirs, monkeypatch):
+    folder = theirs("nf4", **WIDE)
+    expected = load_model(folder).get_submodule(UP).dequantize(torch.float32)
+    monkeypatch.setattr(LlamaForCausalLM, "_keep_in_fp32_modules_strict", {"up_proj", "norm"})
+    model = load_model(folder)
+    assert type(model.get_submodule(UP)) is nn.Linear
+    assert model.get_submodule(UP).weight.dtype == model.model.norm.weight.dtype == torch.float32
+    assert torch.equal(model.get_submodule(UP).weight, expected)
+    reasons = {row.name: row.reason for row in halfbyte.report(model).rows}
+    assert reasons[UP] == "dequantized on loading: LlamaForCausalLM keeps it in float32 (up_proj)"
+
+
 def test_saved_as_a_folder_of_our_own(theirs, tokens, tmp_path):
     model = load_model(theirs("nested", **WIDE))
     model.save_pretrained(tmp_path, max_shard_size="40KB")
@@ -250,9 +263,6 @@ def test_what_bitsandbytes_has_no_form_for_is_refused(checkpoint, tmp_path):
     with pytest.raises(TypeError, match="without adapters, got PeftModel"):
         export_bitsandbytes(load_model(checkpoint(), lora={"r": 2}), tmp_path)
     assert not list(tmp_path.iterdir())
-
-
-UP = "model.layers.1.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
