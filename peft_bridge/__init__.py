@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from halfbyte.nn.hosts import import_after
 from halfbyte.nn.settings import register_host
+from peft_bridge.bitsandbytes import export_bitsandbytes
 from peft_bridge.config import HalfbyteConfig
 from peft_bridge.context import quantize_from_pretrained
 from peft_bridge.loading import load_model
@@ -18,7 +19,14 @@ from peft_bridge.quantizer import HalfbyteQuantizer
 if TYPE_CHECKING:
     from peft_bridge.lora import HalfbyteLoraLinear
 
-__all__ = ["HalfbyteConfig", "HalfbyteLoraLinear", "HalfbyteQuantizer", "load_model", "prepare_model"]
+__all__ = [
+    "HalfbyteConfig",
+    "HalfbyteLoraLinear",
+    "HalfbyteQuantizer",
+    "export_bitsandbytes",
+    "load_model",
+    "prepare_model",
+]
 
 register_host(quantize_from_pretrained)
 import_after("peft.peft_model", "peft_bridge.lora")

@@ -12,6 +12,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from halfbyte.nn.packed import PackedRows
 from halfbyte.nn.settings import InitSettings, active_settings, paused
+from peft_bridge.bitsandbytes import BITSANDBYTES, config_of, method_of
 from peft_bridge.config import HalfbyteConfig
 from peft_bridge.patch import WhileActive
 
@@ -32,7 +33,11 @@ def _wrapped(method: Any) -> Any:
         settings = active_settings()  # of this thread: the wrapper itself is process-wide
         if settings is None:
             return original(cls, path, *args, config=config, **kwargs)
-        if kwargs.get("quantization_config") is None and not _has_its_own(path, config, kwargs):
+        own = _its_own(path, config, kwargs) if kwargs.get("quantization_config") is None else None
+        if own is not None and method_of(own) == BITSANDBYTES:
+            kwargs["quantization_config"] = config_of(own)
+            kwargs["quantization_config"].compute_dtype = HalfbyteConfig(compute_dtype=settings.compute_dtype).compute_dtype
+        elif kwargs.get("quantization_config") is None and own is None:
             if kwargs.get("gguf_file") is not None:
                 raise NotImplementedError(
                     "init_quantized: from_pretrained can't pack while it reads a GGUF file (transformers refuses); load it "
@@ -53,15 +58,16 @@ def _wrapped(method: Any) -> Any:
 _FROM_PRETRAINED = WhileActive(_wrapped, [(PreTrainedModel, "from_pretrained")])
 
 
-def _has_its_own(path: Any, config: Any, kwargs: dict[str, Any]) -> bool:
-    """Whether the checkpoint's config names a quantization, of whatever method: it then rules."""
+def _its_own(path: Any, config: Any, kwargs: dict[str, Any]) -> Any:
+    """The quantization that the checkpoint's config names, of whatever method: it then rules; None if there is none."""
     if isinstance(config, PreTrainedConfig):
         text = config.get_text_config(decoder=True)
-        return any(getattr(each, "quantization_config", None) is not None for each in (config, text))
+        found = (getattr(each, "quantization_config", None) for each in (config, text))
+        return next((each for each in found if each is not None), None)
     source = config if isinstance(config, (str, os.PathLike)) else path
     hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
     try:
-        found, _ = PreTrainedConfig.get_config_dict(source, **hub)
+        contents, _ = PreTrainedConfig.get_config_dict(source, **hub)
     except OSError:  # a folder with an adapter only: transformers goes on to its base model
-        return False
-    return found.get("quantization_config") is not None
+        return None
+    return contents.get("quantization_config")

@@ -8,6 +8,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from halfbyte.formats import Format
+from peft_bridge.bitsandbytes import BITSANDBYTES, config_of, method_of
 from peft_bridge.config import METHOD, HalfbyteConfig
 
 
@@ -17,7 +18,8 @@ def load_model(
     """Loads a checkpoint packed, into the class that its config.json names, and puts LoRA adapters on it.
 
     Args:
-        path_or_id: what `from_pretrained` takes: a folder or a model id.
+        path_or_id: what `from_pretrained` takes: a folder or a model id; one saved by bitsandbytes too, whose weights are
+            carried over exactly.
         format: a `halfbyte.Format` or its name; None: the checkpoint's own, else nf4.
         lora: a `peft.LoraConfig`, or its arguments as a dict (`target_modules` is "all-linear" unless given);
             None: no adapters.
@@ -39,10 +41,13 @@ def load_model(
     config = from_pretrained_kwargs.pop("config", None) or AutoConfig.from_pretrained(path_or_id, **hub)
     quantization: Any = from_pretrained_kwargs.pop("quantization_config", None)
     own = getattr(config, "quantization_config", None)
-    if quantization is None and (own is None or (format is not None and _method(own) == METHOD)):
+    method = None if own is None else method_of(own)
+    if quantization is None and (own is None or (format is not None and method in (METHOD, BITSANDBYTES))):
         quantization = HalfbyteConfig(format or "nf4")
+    elif quantization is None and method == BITSANDBYTES:
+        quantization = config_of(own)
     elif own is not None and format is not None:
-        raise ValueError(f"load_model: the checkpoint is quantized by {_method(own)} already, format can't be given")
+        raise ValueError(f"load_model: the checkpoint is quantized by {method} already, format can't be given")
     architectures = list(config.architectures or ()) or [""]
     loader = getattr(transformers, architectures[0], AutoModelForCausalLM)
     if quantization is not None:
@@ -55,8 +60,3 @@ def load_model(
     if isinstance(lora, dict):
         lora = LoraConfig(**{"target_modules": "all-linear", **lora})
     return get_peft_model(model, lora)
-
-
-def _method(quantization: Any) -> Any:
-    found = quantization.get("quant_method") if isinstance(quantization, dict) else quantization.quant_method
-    return getattr(found, "value", found)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.core_model_loading import ConversionOps
+from transformers.core_model_loading import ConversionOps, WeightConverter
 from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 
@@ -19,6 +19,7 @@ from halfbyte.nn.linear import QuantLinear, dequantize_linear_
 from halfbyte.nn.packed import PackedRows, as_dtype
 from halfbyte.nn.skip import mark_dense
 from halfbyte.ops.quantize import quantize
+from peft_bridge.bitsandbytes import ReadBitsandbytes
 from peft_bridge.config import METHOD, HalfbyteConfig
 from peft_bridge.plan import Plan, describe_modules, is_described, pack_module_, plan_layers
 
@@ -60,7 +61,8 @@ class HalfbyteQuantizer(HfQuantizer):
 
     Quantizing on the fly: planned layers stay `nn.Linear` on meta and change class when their weight arrives, so one whose
     weight never arrives (a fresh head) is initialized by transformers and stays dense. Loading a packed checkpoint: what
-    the file holds decides; uint8 rows make a layer packed.
+    the file holds decides; uint8 rows make a layer packed. One of bitsandbytes is such a checkpoint, of which
+    `ReadBitsandbytes` makes the rows.
 
     Args:
         quantization_config: the config of the call, or that of the checkpoint with the call's attached.
@@ -75,6 +77,9 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def __init__(self, quantization_config: HalfbyteConfig, **kwargs: Any) -> None:
         super().__init__(quantization_config.resolved(), **kwargs)
+        marks = self.quantization_config.__dict__
+        wanted = marks.pop("wanted", None)
+        self._reader = ReadBitsandbytes(wanted) if marks.pop("bitsandbytes", False) else None
         self._plan = Plan()
         self._dtypes: dict[str, torch.dtype] = {}  # of every layer that may become packed, as the model was built
 
@@ -95,6 +100,8 @@ class HalfbyteQuantizer(HfQuantizer):
                 "load without it and shard with FSDP"
             )
         self._plan = plan_layers(model, self.quantization_config)
+        if self._reader is not None:  # an output embedding that the checkpoint holds quantized is a wish like any other
+            self._reader.dense = plan_layers(model, HalfbyteConfig(skip=())).reasons
         self._dtypes = {
             f"{name}.weight": module.weight.dtype
             for name, module in model.named_modules()
@@ -120,6 +127,12 @@ class HalfbyteQuantizer(HfQuantizer):
         """The operation for keys that `param_needs_quantization`."""
         return QuantizeOnLoad(self)
 
+    def get_weight_conversions(self) -> list[WeightConverter]:
+        """Called before loading: what gathers the tensors that bitsandbytes stores a weight as."""
+        if self._reader is None:
+            return []
+        return [WeightConverter(self._reader.source_patterns, "weight", [self._reader])]
+
     def pack(self, model: PreTrainedModel, name: str, value: Tensor) -> Tensor:
         """Packs the weight called `name` and turns its module into the packed class.
 
@@ -141,6 +154,8 @@ class HalfbyteQuantizer(HfQuantizer):
     # ---- after the weights -------------------------------------------------------------------------------------------
 
     def _process_model_after_weight_loading(self, model: PreTrainedModel, **kwargs: Any) -> PreTrainedModel:
+        if self._reader is not None:
+            self._take_over(model, self._reader)
         if self.pre_quantized:
             self._adopt_packed(model)
         # The loader marks what it assigned (and what is tied to that); everything else was drawn anew.
@@ -164,6 +179,20 @@ class HalfbyteQuantizer(HfQuantizer):
         model._halfbyte_fresh = frozenset(fresh)  # type: ignore[assignment]  # `prepare_model` leaves them trainable
         return model
 
+    def _take_over(self, model: PreTrainedModel, reader: ReadBitsandbytes) -> None:
+        """Raises what the reader found wrong; from here on the model is like one of a packed checkpoint."""
+        if reader.problems:
+            raise _unsound(reader.problems)
+        for name, reason in reader.reasons.items():
+            self._plan.formats.pop(name, None)
+            self._plan.reasons[name] = reason
+        if reader.formats:
+            self.quantization_config.format = str(next(iter(reader.formats.values())))
+        # It would be reversed on saving.
+        used: Any = model._weight_conversions
+        kept = [each for each in used if reader not in getattr(each, "operations", ())]
+        model._weight_conversions = kept  # type: ignore[assignment]
+
     def _adopt_packed(self, model: PreTrainedModel) -> None:
         """Gives layers whose weight arrived as rows their packed class, and checks that all rows are there and fit."""
         problems = {}
@@ -173,9 +202,7 @@ class HalfbyteQuantizer(HfQuantizer):
             if problem:
                 problems[name] = problem
         if problems:
-            listing = "; ".join(f"{name}: {problem}" for name, problem in list(problems.items())[:5])
-            more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
-            raise QuantizationError(f"HalfbyteConfig: the packed checkpoint is not sound: {listing}{more}", problems)
+            raise _unsound(problems)
 
     def _adopt(self, name: str, module: Any, dtype: torch.dtype) -> str | None:
         """Packs the class of one `nn.Linear` or `nn.Embedding` if its weight is rows; returns what is wrong with it."""
@@ -194,6 +221,8 @@ class HalfbyteQuantizer(HfQuantizer):
                 return f"its dense weight must have shape {(rows, columns)}, got {tuple(weight.shape)}"
             return None
         named = config.format if linear else config.embedding_format
+        if self._reader is not None and linear:
+            named = str(self._reader.formats[name])
         if named is None:
             return "the checkpoint holds packed rows, but its config has no embedding_format"
         module._parameters["weight"] = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device="meta"))
@@ -254,3 +283,9 @@ class HalfbyteQuantizer(HfQuantizer):
                 dequantize_embedding_(module, dense)
         model.hqq_quantized = False  # type: ignore[assignment]
         return model
+
+
+def _unsound(problems: dict[str, str]) -> QuantizationError:
+    listing = "; ".join(f"{name}: {problem}" for name, problem in list(problems.items())[:5])
+    more = f" (and {len(problems) - 5} more)" if len(problems) > 5 else ""
+    return QuantizationError(f"HalfbyteConfig: the packed checkpoint is not sound: {listing}{more}", problems)
