@@ -42,7 +42,8 @@ inline constexpr float kFP4Codebook[16] = {
 // fp4 magnitude codes in ascending order of magnitude.
 inline constexpr uint8_t kFP4Ascending[8] = {0, 1, 6, 7, 4, 5, 2, 3};
 
-HALFBYTE_HD constexpr const float* codebook(int32_t format) { return is_fp4(format) ? kFP4Codebook : kNF4Codebook; }
+// Host only: device code gets the table as a kernel argument.
+constexpr const float* codebook(int32_t format) { return is_fp4(format) ? kFP4Codebook : kNF4Codebook; }
 
 // The code of 0.0: what padding elements and invalid blocks hold.
 HALFBYTE_HD constexpr uint8_t zero_nibble(int32_t format) { return is_fp4(format) ? 0 : 7; }

@@ -93,9 +93,7 @@ def encode_block(x: Array, signed: bool) -> tuple[Codes, np.float32]:
     normalized = flush(scaled * (np.float32(1) / (absmax * quarter)))
     codes = nearest_code(normalized, signed)
     if not signed:
-        codes = np.where(scaled > 0, np.maximum(codes, 1), 0).astype(
-            np.uint8
-        )  # positive although the product underflowed
+        codes = np.where(scaled > 0, np.maximum(codes, 1), 0).astype(np.uint8)  # positive although the product underflowed
     return codes, absmax
 
 
@@ -182,9 +180,7 @@ class State:
         )
 
 
-def update(
-    rule: Rule, param: Array, grad: Array, moments: list[Array], h: Hyper, step: int
-) -> tuple[Array, list[Array]]:
+def update(rule: Rule, param: Array, grad: Array, moments: list[Array], h: Hyper, step: int) -> tuple[Array, list[Array]]:
     """One step of one block on stored moments: returns the new parameter (before its rounding) and the new moments.
 
     ``moments`` are pairs folded already: ``(map values, scale)`` per moment, because ``scale * beta`` is one product.

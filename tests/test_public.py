@@ -32,7 +32,8 @@ def public_methods() -> list[tuple[str, object]]:
         if inspect.isclass(value):
             for name, member in vars(value).items():
                 function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-                if not name.startswith("_") and inspect.isfunction(function):
+                ours = inspect.isfunction(function) and function.__module__.partition(".")[0] in PACKAGES
+                if ours and not name.startswith("_"):
                     methods.append((f"{path}.{name}", function))
     return methods
 

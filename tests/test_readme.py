@@ -47,7 +47,8 @@ def test_code_with_lightning_trains(tmp_path: Path) -> None:
     exec(limited, names)
     module = names["Module"]()
     ids = torch.randint(0, 96, (4, 1, 12))
-    names["trainer"].fit(module, [{"input_ids": x, "labels": x} for x in ids])
+    batches = [{"input_ids": x, "labels": x} for x in ids]
+    names["trainer"].fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     packed = [m for m in module.modules() if isinstance(m, nn.Linear) and m.weight.dtype == torch.uint8]
     assert len(packed) == 14
 

@@ -11,25 +11,25 @@ namespace halfbyte::cpu {
 namespace {
 
 template <class T>
-inline void store_row(const float* sums, int64_t stride, int64_t count, const void* bias, void* data) {
+inline void store_row(const float* sums, int64_t count, const void* bias, void* data) {
   T* out = static_cast<T*>(data);
   const T* added = static_cast<const T*>(bias);
   if (added) {
-    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i * stride] + to_float(added[i]));
+    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i] + to_float(added[i]));
   } else {
-    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i * stride]);
+    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i]);
   }
 }
 
-// output[token, column : column + count] = sums[i * stride] + bias, rounded once.
-inline void store_output(const LinearOutput& o, int64_t token, int64_t column, const float* sums, int64_t stride, int64_t count) {
+// output[token, column : column + count] = sums[i] + bias, rounded once.
+inline void store_output(const LinearOutput& o, int64_t token, int64_t column, const float* sums, int64_t count) {
   const int64_t size = o.dtype == DType::kFloat32 ? 4 : 2;
   char* data = static_cast<char*>(o.data) + (token * o.stride + column) * size;
   const char* bias = o.bias ? static_cast<const char*>(o.bias) + column * size : nullptr;
   switch (o.dtype) {
-    case DType::kFloat32: store_row<float>(sums, stride, count, bias, data); break;
-    case DType::kBFloat16: store_row<BFloat16>(sums, stride, count, bias, data); break;
-    case DType::kFloat16: store_row<Float16>(sums, stride, count, bias, data); break;
+    case DType::kFloat32: store_row<float>(sums, count, bias, data); break;
+    case DType::kBFloat16: store_row<BFloat16>(sums, count, bias, data); break;
+    case DType::kFloat16: store_row<Float16>(sums, count, bias, data); break;
   }
 }
 
@@ -113,7 +113,7 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
   for (int m = 0; m < M; ++m) {
     float result[R];
     for (int r = 0; r < R; ++r) result[r] = horizontal_sum(sum[r][m]);
-    store_output(output, m, row, result, 1, R);
+    store_output(output, m, row, result, R);
   }
 }
 
@@ -130,6 +130,8 @@ void direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const Row
 
 // ---- micro-kernel: sums (R, G vectors) += a (R, units), broadcast, times b (units, G vectors) ------------------------
 
+constexpr int64_t kPrefetchUnits = 6;
+
 template <class Product, int R, int G>
 inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first) {
   Vector sum[R][G];
@@ -140,7 +142,10 @@ inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, 
   for (int64_t u = 0; u < units; ++u, b += G * kLanes) {
     typename Product::Values v[G];
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) v[g] = Product::load(b + g * kLanes);
+    for (int g = 0; g < G; ++g) {
+      v[g] = Product::load(b + g * kLanes);
+      if (kLanes == 16) prefetch(b + (kPrefetchUnits * G + g) * kLanes);  // b streams from L2, a new page every 16 units
+    }
 #pragma GCC unroll 12
     for (int r = 0; r < R; ++r) {
       const typename Product::Values w = Product::broadcast(a + r * a_stride + u);
@@ -181,6 +186,7 @@ inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* ro
 // ---- tiled forward: weights broadcast from a decoded panel, tokens in vectors ---------------------------------------
 
 constexpr int64_t kPanelRows = 96;    // x kPanelUnits x 4 bytes = 96 KiB, in L2 beside a tile of activations
+constexpr int64_t kFewTokens = 64;    // up to here the activations of a panel fit L2, and the panel shrinks to L1: 12 rows
 constexpr int64_t kPanelUnits = 256;
 constexpr int64_t kPanelStride = kPanelUnits + 16;  // rows 1 KiB apart would share L1 sets
 constexpr int64_t kSumsStride = kLinearTokens + 16;
@@ -209,8 +215,9 @@ void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowL
   float* panel = static_cast<float*>(scratch);
   float* sums = panel + kPanelRows * kPanelStride;
   const int64_t groups = padded_features(l) / kGroup;
-  for (int64_t n0 = row_begin; n0 < row_end; n0 += kPanelRows) {
-    const int64_t rows = n0 + kPanelRows < row_end ? kPanelRows : row_end - n0;
+  const int64_t panel_rows = tokens <= kFewTokens ? kTileRows : kPanelRows;
+  for (int64_t n0 = row_begin; n0 < row_end; n0 += panel_rows) {
+    const int64_t rows = n0 + panel_rows < row_end ? panel_rows : row_end - n0;
     const int64_t rows_padded = round_up(rows, kTileRows);
     for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
       const int64_t count = g0 + kPanelGroups < groups ? kPanelGroups : groups - g0;
@@ -225,39 +232,53 @@ void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowL
         m0 += vectors * kLanes;
       }
     }
-    for (int64_t m = 0; m < tokens; ++m) store_output(output, m, n0, sums + m, kSumsStride, rows);
+    for (int64_t m0 = 0; m0 < tokens; m0 += 16) {
+      const int64_t count = m0 + 16 < tokens ? 16 : tokens - m0;
+      float turned[16][kPanelRows];  // a strided read for every output would cost more than the conversion
+      for (int64_t r = 0; r < rows; ++r)
+        for (int64_t m = 0; m < 16; ++m) turned[m][r] = sums[r * kSumsStride + m0 + m];
+      for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, turned[m], rows);
+    }
   }
 }
 
 // ---- backward: gradients broadcast, columns of a decoded panel in vectors -------------------------------------------
 
-constexpr int64_t kColumnGroups = 256 / kGroup;     // columns of a panel
-constexpr int64_t kColumns = kColumnGroups * kGroup;
-constexpr int64_t kReduced = 128;                   // units of N in a panel: 128 KiB of it
-constexpr int64_t kBackwardSums = kColumns + 16;
 constexpr int64_t kSubtile = kTileVectors * kLanes;  // columns of one micro-kernel; panels are stored subtile by subtile
 
+// A panel of decoded weights, columns x units of N, 128 KiB of L2, and the sums of its columns.
+struct BackwardShape {
+  int64_t columns, units;
+  constexpr int64_t subtile_stride() const { return (units + 1) * kSubtile; }  // 1 more: a row's columns would share an L1 set
+  constexpr int64_t panel_floats() const { return columns / kSubtile * subtile_stride(); }
+  constexpr int64_t sums_stride() const { return columns + 16; }
+};
+constexpr BackwardShape kBackwardMany{256, 128};
+// With few tokens reading the weight counts, and 256 columns of a row are 2 cache lines in a page of their own.
+constexpr BackwardShape kBackwardFew{1024, 32};
+
 template <class Product>
-inline void backward_tile(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums, int64_t units, bool first) {
+inline void backward_tile(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums,
+                          int64_t sums_stride, int64_t units, bool first) {
   constexpr int G = kTileVectors;
-  for (; tokens >= 6; tokens -= 6, a += 6 * a_stride, sums += 6 * kBackwardSums)
-    tile<Product, 6, G>(a, a_stride, b, sums, kBackwardSums, units, first);
+  for (; tokens >= 6; tokens -= 6, a += 6 * a_stride, sums += 6 * sums_stride)
+    tile<Product, 6, G>(a, a_stride, b, sums, sums_stride, units, first);
   switch (tokens) {
-    case 5: tile<Product, 5, G>(a, a_stride, b, sums, kBackwardSums, units, first); break;
-    case 4: tile<Product, 4, G>(a, a_stride, b, sums, kBackwardSums, units, first); break;
-    case 3: tile<Product, 3, G>(a, a_stride, b, sums, kBackwardSums, units, first); break;
-    case 2: tile<Product, 2, G>(a, a_stride, b, sums, kBackwardSums, units, first); break;
-    case 1: tile<Product, 1, G>(a, a_stride, b, sums, kBackwardSums, units, first); break;
+    case 5: tile<Product, 5, G>(a, a_stride, b, sums, sums_stride, units, first); break;
+    case 4: tile<Product, 4, G>(a, a_stride, b, sums, sums_stride, units, first); break;
+    case 3: tile<Product, 3, G>(a, a_stride, b, sums, sums_stride, units, first); break;
+    case 2: tile<Product, 2, G>(a, a_stride, b, sums, sums_stride, units, first); break;
+    case 1: tile<Product, 1, G>(a, a_stride, b, sums, sums_stride, units, first); break;
     default: break;
   }
 }
 
-// Panel unit u (of kReduced) and column c lie at subtile c / kSubtile, then u, then c % kSubtile.
+// Panel unit u and column c lie at subtile c / kSubtile, then u, then c % kSubtile.
 template <class Product, Codes codes>
 inline void decode_columns(const Decoder<Product, codes>& decoder, const uint8_t* packed, int64_t rows, int64_t n0, int64_t units,
-                           const RowLayout& l, int64_t g0, int64_t groups, float* panel) {
+                           const RowLayout& l, int64_t g0, int64_t groups, const BackwardShape& shape, float* panel) {
   constexpr int kElements = Product::kUnitElements;
-  alignas(64) float decoded[kElements][kColumns / kElements];
+  alignas(64) float decoded[kElements][kBackwardFew.columns / kElements];
   for (int64_t u = 0; u < units; ++u) {
     for (int e = 0; e < kElements; ++e) {
       const int64_t n = n0 + u * kElements + e;
@@ -278,7 +299,7 @@ inline void decode_columns(const Decoder<Product, codes>& decoder, const uint8_t
       }
       for (int i = 0; i < 8; ++i) {
         const int64_t column = c + i * kLanes;
-        store_values(panel + (column / kSubtile * kReduced + u) * kSubtile + column % kSubtile, v[i]);
+        store_values(panel + column / kSubtile * shape.subtile_stride() + u * kSubtile + column % kSubtile, v[i]);
       }
     }
   }
@@ -290,25 +311,28 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
   constexpr int kElements = Product::kUnitElements;
   static constexpr Order<Product, codes> order;
   const Decoder<Product, codes> decoder(l);
+  const BackwardShape shape = tokens <= kFewTokens ? kBackwardFew : kBackwardMany;
+  const int64_t column_groups = shape.columns / kGroup;
   float* panel = static_cast<float*>(scratch);
-  float* sums = panel + kColumns * kReduced;
+  float* sums = panel + shape.panel_floats();
   const int64_t reduced = (rows + kElements - 1) / kElements;
-  for (int64_t g0 = group_begin; g0 < group_end; g0 += kColumnGroups) {
-    const int64_t groups = g0 + kColumnGroups < group_end ? kColumnGroups : group_end - g0;
-    for (int64_t u0 = 0; u0 < reduced; u0 += kReduced) {
-      const int64_t units = u0 + kReduced < reduced ? kReduced : reduced - u0;
-      decode_columns<Product, codes>(decoder, packed, rows, u0 * kElements, units, l, g0, groups, panel);
+  for (int64_t g0 = group_begin; g0 < group_end; g0 += column_groups) {
+    const int64_t groups = g0 + column_groups < group_end ? column_groups : group_end - g0;
+    for (int64_t u0 = 0; u0 < reduced; u0 += shape.units) {
+      const int64_t units = u0 + shape.units < reduced ? shape.units : reduced - u0;
+      decode_columns<Product, codes>(decoder, packed, rows, u0 * kElements, units, l, g0, groups, shape, panel);
       for (int64_t c = 0; c < groups * kGroup; c += kSubtile)
-        backward_tile<Product>(tokens, static_cast<const float*>(grad) + u0, grad_stride, panel + c * kReduced, sums + c, units, u0 == 0);
+        backward_tile<Product>(tokens, static_cast<const float*>(grad) + u0, grad_stride,
+                               panel + c / kSubtile * shape.subtile_stride(), sums + c, shape.sums_stride(), units, u0 == 0);
     }
     for (int64_t m = 0; m < tokens; ++m) {
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t column = (g0 + g) * kGroup;
         const int64_t count = column + kGroup < l.in_features ? kGroup : l.in_features - column;
         float natural[kGroup];
-        const float* decoded = sums + m * kBackwardSums + g * kGroup;
+        const float* decoded = sums + m * shape.sums_stride() + g * kGroup;
         for (int i = 0; i < kGroup; ++i) natural[order.element[i]] = decoded[i];
-        store_output(output, m, column, natural, 1, count);
+        store_output(output, m, column, natural, count);
       }
     }
   }

@@ -94,7 +94,8 @@ void linear_backward(const uint8_t* packed, int64_t rows, int64_t group_begin, i
 
 constexpr LinearKernels linear_kernels() {
   constexpr int64_t forward = kPanelRows * (kPanelStride + kSumsStride);
-  constexpr int64_t reverse = kColumns * kReduced + kLinearTokens * kBackwardSums;
+  constexpr int64_t reverse = kBackwardMany.panel_floats() + kLinearTokens * kBackwardMany.sums_stride();
+  static_assert(kBackwardFew.panel_floats() + kFewTokens * kBackwardFew.sums_stride() <= reverse);
   LinearKernels k{};
   k.has_bfloat16 = kHasBFloat16;
   k.group = kGroup;

@@ -57,13 +57,13 @@ template <bool SIGNED>
   }
 }
 
-// Codes of x * factor for kGroup elements.
-template <bool SIGNED>
+// Codes of x * factor for VECTORS vectors; writes kGroup bytes, zero after those.
+template <bool SIGNED, int VECTORS>
 inline void encode_group(const float* x, float factor, uint8_t* codes) {
   constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
-  Ints nearest_tie = splat_bits(0xFFFFFFFFu), code[4];
+  Ints nearest_tie = splat_bits(0xFFFFFFFFu), code[4] = {splat_bits(0), splat_bits(0), splat_bits(0), splat_bits(0)};
 #pragma GCC unroll 4
-  for (int j = 0; j < 4; ++j) {
+  for (int j = 0; j < VECTORS; ++j) {
     const Floats value = load(x + j * kWidth);
     if (SIGNED) {
       const Floats a = mul(from_bits(bit_and(bits(value), splat_bits(0x7FFFFFFFu))), splat(factor));
@@ -76,10 +76,10 @@ inline void encode_group(const float* x, float factor, uint8_t* codes) {
     }
   }
   store_codes(codes, code);
-  if (any_below(nearest_tie, 2 * kNearTie)) [[unlikely]] settle_ties<SIGNED>(x, factor, codes, kGroup);
+  if (any_below(nearest_tie, 2 * kNearTie)) [[unlikely]] settle_ties<SIGNED>(x, factor, codes, VECTORS * kWidth);
 }
 
-// x[0..count) -> codes and their scale. x holds kStateBlock floats, zero from `count` to the next multiple of kGroup;
+// x[0..count) -> codes and their scale. x holds kStateBlock floats, zero from `count` to the next multiple of kWidth;
 // `absmax_bits` is the largest |x| as bits. A block that holds NaN or Inf gets the scale NaN.
 template <bool SIGNED>
 inline void encode_block(float* x, int64_t count, uint32_t absmax_bits, uint8_t* codes, float* scale) {
@@ -92,14 +92,19 @@ inline void encode_block(float* x, int64_t count, uint32_t absmax_bits, uint8_t*
   *scale = bits_float(absmax_bits);
   float factor = 1.0f / *scale;
   if (*scale > 0x1p126f) [[unlikely]] {  // the reciprocal would be subnormal, that is 0
-    for (int64_t i = 0; i < kStateBlock; ++i) x[i] *= 0.25f;
+    for (int64_t i = 0; i < round_up(count, kWidth); ++i) x[i] *= 0.25f;
     factor = 1.0f / (*scale * 0.25f);
   }
   int64_t i = 0;
-  for (; i + kGroup <= count; i += kGroup) encode_group<SIGNED>(x + i, factor, codes + i);
-  if (i < count) {
+  for (; i + kGroup <= count; i += kGroup) encode_group<SIGNED, 4>(x + i, factor, codes + i);
+  if (i < count) {  // rows of a LoRA matrix are one vector or two: encode no more than that
     uint8_t tail[kGroup];
-    encode_group<SIGNED>(x + i, factor, tail);
+    switch ((count - i + kWidth - 1) / kWidth) {
+      case 1: encode_group<SIGNED, 1>(x + i, factor, tail); break;
+      case 2: encode_group<SIGNED, 2>(x + i, factor, tail); break;
+      case 3: encode_group<SIGNED, 3>(x + i, factor, tail); break;
+      default: encode_group<SIGNED, 4>(x + i, factor, tail); break;
+    }
     memcpy(codes + i, tail, size_t(count - i));
   }
 }

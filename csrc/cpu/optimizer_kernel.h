@@ -127,13 +127,8 @@ void update_block(const OptimizerBlock<P, G>& block, int64_t count, float* first
       memcpy(at.param, rounded, size_t(count - i) * sizeof(P));
     }
     gather_max(i);
-    i += kWidth;
   }
   if (stochastic) round_stochastic(fresh, count, index, s.seed, s.step, block.param);
-  for (; i % kGroup != 0; i += kWidth) {  // the encoder works on whole groups
-    store(first + i, splat(0.0f));
-    if constexpr (kTwo) store(second + i, splat(0.0f));
-  }
   encode_block<true>(first, count, largest(first_max), block.first_codes, first_scale);
   if constexpr (kTwo) encode_block<false>(second, count, largest(second_max), block.second_codes, second_scale);
 }

@@ -14,7 +14,7 @@ from halfbyte.memory.report import Report, report
 from halfbyte.nn.embedding import quantize_embedding_
 from halfbyte.nn.linear import quantize_linear_
 from halfbyte.nn.packed import PackedRows, as_dtype
-from halfbyte.nn.skip import SkipRules, mark_dense
+from halfbyte.nn.skip import SkipRules, mark_dense, tell_config
 
 
 def quantize_model(
@@ -87,6 +87,8 @@ def convert_layers_(
             mark_dense(module, "max_norm rewrites its rows during forward")
     if not any(isinstance(m, PackedRows) for m in model.modules()):
         raise nothing_quantized(model, caller)
+    for module in model.modules():
+        tell_config(module)
 
 
 def nothing_quantized(model: nn.Module, caller: str) -> QuantizationError:

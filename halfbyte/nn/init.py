@@ -22,7 +22,7 @@ from halfbyte.nn.initializers import Initializers
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
 from halfbyte.nn.packed import reusing_dense_buffer
 from halfbyte.nn.settings import InitSettings, active_settings, hosts, on_dense, owner_of, paused, stack
-from halfbyte.nn.skip import mark_dense
+from halfbyte.nn.skip import mark_dense, tell_config
 from halfbyte.ops.quantize import FLOAT_DTYPES
 
 __all__ = ["entered", "init_quantized"]
@@ -173,6 +173,8 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
             continue
         partial = f"{name}.{path}" if path else name
         reason = settings.rules.by_name(partial) or settings.rules.by_owner(parent, partial)
+        if not reason:
+            tell_config(parent)
         if reason:
             _make_dense(module, reason, fresh=not path)
             settings.built -= 1

@@ -120,6 +120,17 @@ def output_embedding(model: nn.Module) -> nn.Module | None:
     return found if isinstance(found, nn.Module) else None
 
 
+def tell_config(module: nn.Module) -> None:
+    """Records in the module's transformers config that its layers are packed.
+
+    Attention layers of transformers otherwise take the dtype of the first `nn.Linear`'s weight for the model's and cast
+    float32 queries to it, uint8 here. The mark is transformers' own and is not saved.
+    """
+    config = getattr(module, "config", None)
+    if hasattr(config, "to_dict") and hasattr(config, "dtype"):
+        config._is_quantized = True
+
+
 def mark_dense(module: nn.Module, reason: str) -> None:
     """Records on the module why it stays dense; `halfbyte.report` shows it and `halfbyte.verify` accepts it."""
     module._halfbyte_dense = reason  # type: ignore[assignment]

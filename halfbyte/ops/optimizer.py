@@ -9,6 +9,7 @@ its parameters NaN, never silently wrong.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from torch import Tensor
@@ -268,16 +269,19 @@ def sgd8bit_step_(
 
 
 def _call(op: Any, name: str, lists: tuple[Tensors, ...], lr: float | Tensor, hyper: dict[str, Any]) -> None:
-    for tensors in lists:
-        if not all(isinstance(t, Tensor) for t in tensors):
-            kinds = ", ".join(sorted({type(t).__name__ for t in tensors}))
-            raise TypeError(f"halfbyte.{name}: every list must hold tensors only, got {kinds}")
     if not any(lists):
         return  # nothing tells the dispatcher a device
     rate: dict[str, Any] = {"lr": 0.0, "lr_tensor": lr} if isinstance(lr, Tensor) else {"lr": float(lr)}
-    op(*lists, **rate, **hyper)
+    try:
+        op(*lists, **rate, **hyper)
+    except Exception as error:
+        for tensors in lists:  # looked for only here: it would cost as much as the call
+            if not all(isinstance(t, Tensor) for t in tensors):
+                kinds = ", ".join(sorted({type(t).__name__ for t in tensors}))
+                raise TypeError(f"halfbyte.{name}: every list must hold tensors only, got {kinds}") from error
+        raise
     # The stable ABI does not bump the version counters of mutated arguments.
-    increment_version([*lists[0], *(t for state in lists[2:-1] for t in state)])
+    increment_version([*lists[0], *chain.from_iterable(lists[2:-1])])
 
 
 def _fake(*_: Any, **__: Any) -> None:

@@ -125,6 +125,7 @@ class AdamW8bit(_Adam):
         NotImplementedError: complex parameters or sparse gradients.
 
     Example:
+        >>> import torch, halfbyte
         >>> layer = torch.nn.Linear(128, 64)
         >>> optimizer = halfbyte.optim.AdamW8bit(layer.parameters(), lr=1e-2)
         >>> layer(torch.ones(1, 128)).sum().backward()

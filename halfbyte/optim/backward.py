@@ -83,8 +83,6 @@ def attach_ddp(optimizer: Optimizer8bit, ddp: Any) -> None:
         return done
 
     # DDP compares the annotations themselves; here they are strings (annotations from __future__).
-    average_and_step.__annotations__ = {
-        "bucket": dist.distributed_c10d.GradBucket,
-        "return": torch.futures.Future[Tensor],
-    }
+    bucket_type = dist.GradBucket  # type: ignore[attr-defined]
+    average_and_step.__annotations__ = {"bucket": bucket_type, "return": torch.futures.Future[Tensor]}
     ddp.register_comm_hook(ddp.process_group, average_and_step)

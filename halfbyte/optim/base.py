@@ -14,7 +14,7 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from halfbyte.optim import backward, foreign
 from halfbyte.optim.dynamic_map import row_blocks, zero_code
 from halfbyte.optim.offload import step_streamed, to_host
-from halfbyte.optim.sharding import first_element, global_shape, is_eligible, like_param, local, local_grad
+from halfbyte.optim.sharding import first_element, global_shape, is_dtensor, is_eligible, like_param, local, local_grad
 from halfbyte.optim.work import Group, Moment, State, Work
 
 
@@ -31,6 +31,8 @@ class Optimizer8bit(Optimizer):
     Args:
         params: as for torch.optim.
         defaults: hyper-parameters of groups that do not set them.
+        offload: see `AdamW8bit`.
+        fused_backward: see `AdamW8bit`.
 
     Raises:
         NotImplementedError: a complex parameter.
@@ -219,10 +221,11 @@ class Optimizer8bit(Optimizer):
     # -- one group
 
     def _step_group(self, group: Group, params: Iterable[Tensor]) -> None:
-        quantized: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
-        dense: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+        quantized: defaultdict[torch.device, list[tuple[Tensor, State]]] = defaultdict(list)
+        dense: defaultdict[torch.device, list[tuple[Tensor, State]]] = defaultdict(list)
         idle: list[Tensor] = []
         new_steps: dict[torch.device, Tensor] = {}
+        codes = self.moments[0].codes
         for i, p in enumerate(params):
             grad = p.grad
             if grad is None:
@@ -232,17 +235,16 @@ class Optimizer8bit(Optimizer):
             if not state:
                 if grad.is_sparse or grad.layout is not torch.strided:
                     raise NotImplementedError(
-                        f"{type(self).__name__}: {self._describe(group, i)} has a sparse gradient; "
-                        "supported are dense ones"
+                        f"{type(self).__name__}: {self._describe(group, i)} has a sparse gradient; supported are dense ones"
                     )
                 self._init_state(group, p, state, new_steps)
-            (quantized if self.moments[0].codes in state else dense)[p.device].append(p)
+            (quantized if codes in state else dense)[p.device].append((p, state))
         for device, members in quantized.items():
             work = self._gather(group, members, device)
             self._advance(work, idle)
             self._run_quantized(group, work)
-            if work.found_inf is not None:
-                for step in work.steps:
+            if work.found_inf is not None:  # an overflow is no step; decided on the device
+                for step in {id(step): step for step in work.steps}.values():
                     step.sub_(work.found_inf)
         for device, members in dense.items():
             self._run_dense(group, self._gather(group, members, device))
@@ -281,17 +283,20 @@ class Optimizer8bit(Optimizer):
         state[moment.codes] = like_param(param, codes, tuple(param.shape))
         state[moment.scales] = like_param(param, scales, (rows, scales.shape[1]))
 
-    def _gather(self, group: Group, members: list[Tensor], device: torch.device) -> Work:
+    def _gather(self, group: Group, pairs: list[tuple[Tensor, State]], device: torch.device) -> Work:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        states = [self.state[p] for p in members]
+        members, states = [p for p, _ in pairs], [state for _, state in pairs]
+        # Asked once per step, not once per tensor: a step over 448 adapters should cost its kernel.
+        sharded = any(map(is_dtensor, members))
         return Work(
-            params=[local(p) for p in members],
-            grads=[cast(Tensor, local_grad(p)) for p in members],
+            params=[local(p) for p in members] if sharded else members,
+            grads=[cast(Tensor, local_grad(p) if sharded else p.grad) for p in members],
             states=states,
             steps=[state["step"] for state in states],
             offsets=self._offsets(members) if group["stochastic_rounding"] else [],
             grad_scale=None if scale is None else scale.to(device),
             found_inf=None if found is None else found.to(device),
+            sharded=sharded,
         )
 
     def _advance(self, work: Work, idle: list[Tensor]) -> None:
@@ -304,17 +309,14 @@ class Optimizer8bit(Optimizer):
                 if id(step) in idle_steps:
                     state["step"] = fresh.setdefault(id(step), step.clone())
             work.steps = [state["step"] for state in work.states]
-        distinct = {id(step): step for step in work.steps}
+        distinct = dict(zip(map(id, work.steps), work.steps, strict=True))
         for step in distinct.values():
             step.add_(1)
         if len(distinct) == 1:
             work.steps = work.steps[:1]
 
     def _run_quantized(self, group: Group, work: Work) -> None:
-        grads = work.grads
-        for i, grad in enumerate(grads):
-            if not grad.is_contiguous():
-                grads[i] = grad.contiguous()
+        work.grads = [grad if grad.is_contiguous() else grad.contiguous() for grad in work.grads]
         strided = [i for i, p in enumerate(work.params) if not p.is_contiguous()]
         originals = [work.params[i] for i in strided]
         for i in strided:

@@ -48,9 +48,7 @@ def moment_from_torch(param: Tensor, value: Any, moment: Moment, where: str) -> 
     piece = local_value(param, value) if isinstance(value, Tensor) else None
     if piece is None or piece.shape != local(param).shape:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-        raise ValueError(
-            f"{where}: {moment.name} must be a tensor of the parameter's shape {tuple(param.shape)}, got {got}"
-        )
+        raise ValueError(f"{where}: {moment.name} must be a tensor of the parameter's shape {tuple(param.shape)}, got {got}")
     return piece.to(device=param.device, dtype=torch.float32)
 
 
@@ -83,9 +81,7 @@ def bitsandbytes_block(numel: int, num_scales: int, block_size: int | None, wher
         return numel  # one block, whatever its nominal size
     fitting = [size for size in (2**i for i in range(6, 31)) if -(-numel // size) == num_scales]
     if len(fitting) != 1:
-        raise ValueError(
-            f"{where}: {num_scales} scales for {numel} elements fit no single power of two; pass block_size="
-        )
+        raise ValueError(f"{where}: {num_scales} scales for {numel} elements fit no single power of two; pass block_size=")
     return fitting[0]
 
 
@@ -112,9 +108,7 @@ def moment_from_bitsandbytes(
     values = state.get(f"state{index}")
     if not isinstance(values, Tensor) or values.shape != param.shape:
         got = tuple(values.shape) if isinstance(values, Tensor) else type(values).__name__
-        raise ValueError(
-            f"{where}: state{index} must be a tensor of the parameter's shape {tuple(param.shape)}, got {got}"
-        )
+        raise ValueError(f"{where}: state{index} must be a tensor of the parameter's shape {tuple(param.shape)}, got {got}")
     values = values.to(param.device)
     if values.dtype != torch.uint8:
         return values.float()
@@ -184,9 +178,7 @@ def from_bitsandbytes(optimizer: Optimizer8bit, state_dict: dict[str, Any], bloc
         _replace(optimizer, param, group, opened.get("step", 1), moments)
 
 
-def _pairs(
-    optimizer: Optimizer8bit, state_dict: dict[str, Any], method: str
-) -> Iterator[tuple[Tensor, Group, State, str]]:
+def _pairs(optimizer: Optimizer8bit, state_dict: dict[str, Any], method: str) -> Iterator[tuple[Tensor, Group, State, str]]:
     """Checks a foreign state dict's groups, takes over their hyper-parameters, pairs states with parameters."""
     name = f"{type(optimizer).__name__}.{method}"
     saved, groups = state_dict["param_groups"], optimizer.param_groups

@@ -76,8 +76,7 @@ class SGD8bit(Optimizer8bit):
         check_nonnegative("SGD8bit", lr=lr, momentum=momentum, weight_decay=weight_decay)
         if nesterov and (momentum <= 0 or dampening != 0):
             raise ValueError(
-                f"SGD8bit: nesterov needs momentum above 0 and no dampening, got momentum={momentum}, "
-                f"dampening={dampening}"
+                f"SGD8bit: nesterov needs momentum above 0 and no dampening, got momentum={momentum}, dampening={dampening}"
             )
         extras = {
             "maximize": maximize,

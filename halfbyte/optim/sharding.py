@@ -122,11 +122,7 @@ def is_eligible(param: Tensor, override: bool | None = None) -> bool:
     Returns:
         The decision; always False for dtypes other than float32, bfloat16, float16 and for DTensors cut inside rows.
     """
-    if (
-        override is False
-        or param.dtype not in (torch.float32, torch.bfloat16, torch.float16)
-        or not rows_are_whole(param)
-    ):
+    if override is False or param.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not rows_are_whole(param):
         return False
     if override:
         return param.dim() > 0

@@ -43,6 +43,7 @@ class Work:
         offsets: index of each parameter's first element in the optimizer, or empty without stochastic rounding.
         grad_scale: GradScaler's scale on this device, or None.
         found_inf: GradScaler's flag on this device, or None.
+        sharded: whether states hold DTensors.
     """
 
     params: list[Tensor]
@@ -52,7 +53,9 @@ class Work:
     offsets: list[int]
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    sharded: bool = False
 
     def state(self, key: str) -> list[Tensor]:
         """This rank's part of one entry of every state."""
-        return [local(state[key]) for state in self.states]
+        values = [state[key] for state in self.states]
+        return [local(value) for value in values] if self.sharded else values

@@ -104,3 +104,10 @@ def test_overhead_of_an_op_stays_near_that_of_a_torch_op() -> None:
     with torch.no_grad():
         ours, torchs = microseconds(layer), microseconds(dense)
     assert ours < 8 * torchs, f"{ours:.1f} us against {torchs:.1f} us of nn.Linear"
+
+
+def test_parallel_regions_carry_exceptions_out() -> None:
+    """torch's parallel_for loses an exception's type and text at this ABI target: only the bridge may call it."""
+    callers = [p.name for p in (ROOT / "csrc").rglob("*") if p.is_file() and re.search(r"stable::parallel_for\(", p.read_text())]
+    assert callers == ["bridge.h"]
+    assert "rethrow_exception" in (ROOT / "csrc/bridge.h").read_text()

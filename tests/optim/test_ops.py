@@ -73,9 +73,7 @@ def test_equals_the_oracle(
 @pytest.mark.parametrize("rule", grid.RULES)
 def test_extreme_values_equal_the_oracle(rule: oracle.Rule) -> None:
     """Subnormal, tiny, huge and non-finite gradients and parameters; scales above 2**126."""
-    special = torch.tensor(
-        [0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 1e-30, 1e-20, 3e38, -3.4e38, 1.0, float("inf"), float("nan")]
-    )
+    special = torch.tensor([0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 1e-30, 1e-20, 3e38, -3.4e38, 1.0, float("inf"), float("nan")])
     generator = torch.Generator().manual_seed(0)
     for top in range(2, len(special) + 1):
         grad = special[torch.randint(0, top, (4, 300), generator=generator)]

@@ -1,0 +1,119 @@
+"""linear and linear_backward_input against bitsandbytes and dense torch: 4096 x 4096 (or --rows x --features), by M.
+
+    python benchmarks/bench_linear.py --only "nf4 bf16 M=16" --seconds 5
+
+Peers: `F.linear` on dense weights in the input's dtype (and fp32's for bf16 inputs, should that be the faster one),
+bitsandbytes' `matmul_4bit` (its inference path) and `dequantize_4bit` + `F.linear` (what its training path does).
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import harness
+import torch
+import torch.nn.functional as F
+from harness import Case
+
+warnings.filterwarnings("ignore", module="bitsandbytes")
+
+BLOCK = 64
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+FORMATS = {"nf4": (0, 64), "fp4": (1, 64), "nf4-dq": (2, 64), "int8": (4, 0), "fp8": (5, 0)}
+
+
+def check(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> None:
+    """Loose on purpose: peers sum and round in their own ways. tests/test_linear_kernels.py has the derived bound."""
+    allowed = size * 2.0**-6 + exact.abs() * 2.0**-7
+    if not ((got.double() - exact).abs() <= allowed).all():
+        raise AssertionError("a result is wrong")
+
+
+def bitsandbytes_cases(weights: list[torch.Tensor], x: torch.Tensor, flops: int) -> dict[str, Case]:
+    try:
+        import bitsandbytes as bnb
+        import bitsandbytes.functional as BF
+    except ImportError:
+        return {}
+
+    def quantized(i: int) -> tuple[torch.Tensor, Any]:
+        return BF.quantize_4bit(weights[i % len(weights)], blocksize=BLOCK, quant_type="nf4")
+
+    packed = harness.rotate(quantized, weights[0].numel() // 2)
+
+    def inference(i: int) -> torch.Tensor:
+        data, state = packed[i % len(packed)]
+        return bnb.matmul_4bit(x, data.t(), quant_state=state)  # type: ignore[attr-defined]
+
+    def training(i: int) -> torch.Tensor:
+        return F.linear(x, BF.dequantize_4bit(*packed[i % len(packed)]))
+
+    return {"bitsandbytes": Case(inference, flops=flops), "bitsandbytes training": Case(training, flops=flops)}
+
+
+Dense = dict[str, list[torch.Tensor]]
+
+
+def compare(report: harness.Report, M: int, name: str, format_name: str, dense: Dense) -> None:
+    ops, dtype, (format, block) = torch.ops.halfbyte, DTYPES[name], FORMATS[format_name]
+    source, weights = dense["fp32"], dense[name]
+    N, K = source[0].shape
+    x, grad, flops = torch.randn(M, K).to(dtype), torch.randn(M, N).to(dtype), 2 * M * N * K
+    row_bytes = ops.quantize(source[0][:1], format, block).shape[1]
+    packed = harness.rotate(lambda i: ops.quantize(source[i % len(source)], format, block), N * row_bytes)
+
+    def forward(i: int) -> torch.Tensor:
+        return ops.linear(x, packed[i % len(packed)], None, format, block, K)
+
+    def backward(i: int) -> torch.Tensor:
+        return ops.linear_backward_input(grad, packed[i % len(packed)], format, block, K)
+
+    cases = {
+        "halfbyte": Case(forward, bytes=N * row_bytes, flops=flops),
+        "halfbyte backward": Case(backward, bytes=N * row_bytes, flops=flops),
+        "dense": Case(lambda i: F.linear(x, weights[i % len(weights)]), flops=flops),
+        "dense backward": Case(lambda i: grad @ weights[i % len(weights)], flops=flops),
+    }
+    if name == "bf16":
+        x32 = x.float()
+        cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i % len(source)]), flops=flops)
+    if format_name == "nf4":
+        cases |= bitsandbytes_cases(weights, x, flops)
+
+    def verify() -> None:
+        weight = ops.dequantize(packed[0], format, block, K, torch.float32).double()
+        a, g = x[:8].double(), grad[:8].double()
+        check(forward(0)[:8], a @ weight.T, a.abs() @ weight.abs().T)
+        check(backward(0)[:8], g @ weight, g.abs() @ weight.abs())
+
+    report.compare(
+        f"linear {format_name} {name} M={M}", cases, verify=verify, baseline="halfbyte", floors={"read": N * row_bytes}
+    )
+
+
+def main() -> None:
+    args = harness.arguments(
+        __doc__,
+        rows={"type": int, "default": 4096, "help": "out_features"},
+        features={"type": int, "default": 4096, "help": "in_features"},
+        tokens={"default": ",".join(map(str, TOKENS)), "help": "values of M"},
+    )
+    report = harness.Report("linear", args)
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    size = args.rows * args.features
+    fp32 = harness.rotate(lambda _: torch.randn(args.rows, args.features) * 0.02, 4 * size)
+    dense = {"fp32": fp32, "bf16": harness.rotate(lambda i: fp32[i % len(fp32)].bfloat16(), 2 * size)}
+    for M in map(int, args.tokens.split(",")):
+        for name in DTYPES:
+            for format_name in FORMATS:
+                wanted = format_name == "nf4" or (M in (1, 16, 512) and name == "bf16")
+                if wanted and args.only in f"linear {format_name} {name} M={M}":
+                    compare(report, M, name, format_name, dense)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

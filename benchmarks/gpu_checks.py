@@ -1,0 +1,289 @@
+"""Correctness of every op on a GPU against the CPU ops: the list that gpu_check.py and tests/cuda/test_on_gpu.py run.
+
+The CPU ops are byte-equal to halfbyte.reference (tests/). Each check takes a device and raises AssertionError.
+With device cpu the plumbing runs without a GPU (`gpu_check.py --dry-run`), except for the checks in CUDA_ONLY.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import halfbyte
+from halfbyte import testing
+from halfbyte.formats import Format
+
+Check = Callable[[torch.device], None]
+CHECKS: dict[str, Check] = {}
+CUDA_ONLY: set[str] = set()
+# Ops whose result is a sum in an order of its own: compared by a bound instead of bytes.
+SUMS = {"linear", "linear_backward_input"}
+
+
+def check(function: Check) -> Check:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def cuda_check(function: Check) -> Check:
+    CUDA_ONLY.add(function.__name__)
+    return check(function)
+
+
+def tensors_of(values: Any) -> list[Tensor]:
+    """All tensors in nested lists and tuples."""
+    if isinstance(values, Tensor):
+        return [values]
+    return [t for v in values for t in tensors_of(v)] if isinstance(values, (list, tuple)) else []
+
+
+def moved(values: Any, device: Any) -> Any:
+    """A copy of nested arguments with their tensors on `device`."""
+    if isinstance(values, Tensor):
+        return values.detach().to(device, copy=True)
+    return type(values)(moved(v, device) for v in values) if isinstance(values, (list, tuple)) else values
+
+
+def assert_same(name: str, ours: Tensor, cpu: Tensor) -> None:
+    ours = ours.detach().cpu()
+    assert (ours.shape, ours.dtype) == (cpu.shape, cpu.dtype), name
+    if not ours.dtype.is_floating_point:
+        # Optimizer codes may differ by one where a fp32 result rounds differently; packed rows never.
+        allowed = 1 if "step" in name else 0
+        assert ours.numel() == 0 or (ours.int() - cpu.int()).abs().max() <= allowed, name
+        return
+    assert torch.equal(ours.isnan(), cpu.isnan()), name
+    if name in SUMS:
+        torch.testing.assert_close(
+            ours.nan_to_num(), cpu.nan_to_num(), rtol=2e-2 if ours.element_size() == 2 else 1e-4, atol=2e-2
+        )
+    elif "step" in name:
+        torch.testing.assert_close(ours.nan_to_num(), cpu.nan_to_num(), rtol=1e-2, atol=1e-5)
+    else:
+        assert torch.equal(ours.nan_to_num(0.5), cpu.nan_to_num(0.5)), name
+
+
+def ops() -> list[str]:
+    return [name for name in testing.registered_ops() if name in testing.SPECS]
+
+
+@check
+def every_sample_of_every_op_equals_the_cpu(device: torch.device) -> None:
+    for name in ops():
+        op = getattr(torch.ops.halfbyte, name).default
+        for sample in testing.SPECS[name].samples(str(device)):
+            ours, cpu = moved(sample, device), moved(sample, "cpu")
+            results = zip(tensors_of(op(*ours)), tensors_of(op(*cpu)), strict=True)
+            for a, b in [*results, *zip(tensors_of(ours), tensors_of(cpu), strict=True)]:
+                assert_same(name, a, b)
+
+
+@check
+def opcheck_of_every_sample(device: torch.device) -> None:
+    for name in ops():
+        for sample in testing.SPECS[name].samples(str(device)):
+            torch.library.opcheck(getattr(torch.ops.halfbyte, name).default, sample)
+
+
+@check
+def hostile_arguments_raise(device: torch.device) -> None:
+    for name in ops():
+        for arguments, kind, text in testing.SPECS[name].hostile(str(device)):
+            if name == "embedding" and kind is IndexError and device.type == "cuda":
+                continue  # checked on the device, by an assertion that ends the context: test_on_gpu.py has it in a process
+            try:
+                getattr(torch.ops.halfbyte, name).default(*arguments)
+            except kind as error:
+                assert re.search(text, str(error)), (name, text, str(error))  # noqa: PT017
+            else:
+                raise AssertionError(f"{name}{arguments} did not raise")
+
+
+@check
+def formats_dtypes_and_row_lengths(device: torch.device) -> None:
+    for format in testing.ALL_FORMATS:
+        for k in (1, 7, 8, 63, 64, 65, 100, 576, 1027, 4304):
+            for dtype in (torch.float32, torch.bfloat16, torch.float16):
+                x = torch.randn(9, k).to(dtype)
+                x[0], x[1, k // 2], x[2, 0], x[3] = 0, float("nan"), float("inf"), x[3] * 1e-6
+                packed = halfbyte.quantize(x.to(device), format)
+                assert_same("quantize", packed, halfbyte.quantize(x, format))
+                for out in (torch.float32, torch.bfloat16, torch.float16):
+                    assert_same(
+                        "dequantize",
+                        halfbyte.dequantize(packed, format, k, out),
+                        halfbyte.dequantize(packed.cpu(), format, k, out),
+                    )
+
+
+@check
+def misaligned_addresses(device: torch.device) -> None:
+    for name in ("nf4", "fp4-dq", "int8", "fp8"):
+        format = Format.parse(name)
+        packed = halfbyte.quantize(torch.randn(33, 576), format)
+        buffer = torch.zeros(packed.numel() + 32, dtype=torch.uint8, device=device)
+        for shift in (1, 2, 4, 8):
+            rows = buffer[shift : shift + packed.numel()].view(packed.shape)
+            rows.copy_(packed)
+            assert_same("dequantize", halfbyte.dequantize(rows, format, 576), halfbyte.dequantize(packed, format, 576))
+            x = torch.randn(4, 576).to(torch.bfloat16)
+            assert_same(
+                "linear",
+                halfbyte.ops.linear(x.to(device), rows, None, format, 576),
+                halfbyte.ops.linear(x, packed, None, format, 576),
+            )
+
+
+def linear_bound(x: Tensor, packed: Tensor, format: Format, y: Tensor) -> float:
+    """Largest error over its bound: one rounding per weight, fp32 sums, one rounding of the result."""
+    k = x.shape[-1]
+    w = halfbyte.dequantize(packed, format, k, torch.float32).double()
+    exact, magnitude = x.double() @ w.T, x.double().abs() @ w.abs().T
+    eps = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10, torch.float32: 2.0**-10}[x.dtype]  # fp32: tf32 may be on
+    return float(((y.double() - exact).abs() / (magnitude * (eps + k * 2.0**-24) + exact.abs() * eps + 1e-6)).max())
+
+
+@check
+def linear_of_every_route(device: torch.device) -> None:
+    for name in ("nf4", "fp4", "nf4-dq", "nf4:32", "nf4:256", "int8", "fp8"):
+        format = Format.parse(name)
+        for n, k in ((1, 64), (33, 576), (4096, 1024), (1024, 4096), (100, 100)):
+            packed = halfbyte.quantize(torch.randn(n, k), format).to(device)
+            for m in (1, 5, 8, 9, 16, 17, 64):
+                for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                    x = torch.randn(m, k, device=device).to(dtype)
+                    y = halfbyte.ops.linear(x, packed, None, format, k)
+                    assert linear_bound(x, packed, format, y) <= 1, (name, n, k, m, dtype)
+                    assert torch.equal(y, halfbyte.ops.linear(x, packed, None, format, k)), "not repeatable"
+
+
+@cuda_check
+def a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
+    packed = halfbyte.quantize(torch.randn(4096, 4096), "nf4").to(device)
+    x = torch.randn(16, 4096, device=device, dtype=torch.bfloat16)
+    whole = halfbyte.ops.linear(x, packed, None, "nf4", 4096)
+    for m in (1, 3, 8, 9):
+        assert torch.equal(halfbyte.ops.linear(x[:m], packed, None, "nf4", 4096), whole[:m]), m
+
+
+@cuda_check
+def more_than_2_to_the_31_elements(device: torch.device) -> None:
+    if torch.cuda.get_device_properties(device).total_memory < 24 << 30:
+        print("    (not run: needs 24 GB)")
+        return
+    rows, k = (1 << 16) + 3, (1 << 15) + 8  # 2^31 + 6e5 elements
+    x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
+    packed = halfbyte.quantize(x, "nf4")
+    dense = halfbyte.dequantize(packed, "nf4", k)
+    for r in (0, rows // 2, rows - 2):
+        assert_same("quantize", packed[r : r + 2], halfbyte.quantize(x[r : r + 2].cpu(), "nf4"))
+        assert_same("dequantize", dense[r : r + 2], halfbyte.dequantize(packed[r : r + 2].cpu(), "nf4", k))
+
+
+@cuda_check
+def current_stream_is_used(device: torch.device) -> None:
+    side = torch.cuda.Stream(device)
+    x = torch.randn(4096, 4096, device=device)
+    expected = halfbyte.quantize((x @ x).cpu(), "nf4")
+    torch.cuda.synchronize(device)
+    with torch.cuda.stream(side):
+        product = x
+        for _ in range(20):
+            product = x @ x  # a kernel on another stream would not wait for these
+        packed = halfbyte.quantize(product, "nf4")
+    side.synchronize()
+    assert_same("quantize", packed, expected)
+
+
+def adamw(params: list[Tensor], grads: list[Tensor], step: Tensor, **kwargs: Any) -> Callable[[], None]:
+    """A step of adamw8bit_step_ on fresh state."""
+
+    def rows(p: Tensor) -> int:
+        return 1 if p.dim() == 1 else p.shape[0]
+
+    def scales(p: Tensor) -> Tensor:
+        return torch.zeros(rows(p), -(-(p.numel() // rows(p)) // 256), device=p.device)
+
+    state = [
+        [torch.full_like(p, 127, dtype=torch.uint8) for p in params],
+        [scales(p) for p in params],
+        [torch.zeros_like(p, dtype=torch.uint8) for p in params],
+        [scales(p) for p in params],
+    ]
+    hyper = {"lr": 1e-3, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.01, **kwargs}
+    return lambda: torch.ops.halfbyte.adamw8bit_step_(params, grads, *state, [step], **hyper)
+
+
+@check
+def optimizer_equals_the_cpu(device: torch.device) -> None:
+    shapes = [(64, 16), (16, 4096), (300, 576), (1000,)] * 100  # 400 tensors: two launches
+    cpu = [torch.randn(s).to((torch.bfloat16, torch.float32, torch.float16)[i % 3]) for i, s in enumerate(shapes)]
+    grads = [torch.randn_like(p) for p in cpu]
+    ours, count, cpu_count = moved(cpu, device), torch.zeros((), device=device), torch.zeros(())
+    a, b = adamw(ours, moved(grads, device), count), adamw(cpu, grads, cpu_count)
+    for _ in range(3):
+        count += 1
+        cpu_count += 1
+        a()
+        b()
+    for p, q in zip(ours, cpu, strict=True):
+        assert_same("adamw8bit_step_", p, q)
+
+
+@cuda_check
+def graphs_capture_every_op(device: torch.device) -> None:
+    k = 1024
+    x = torch.randn(16, k, device=device, dtype=torch.bfloat16)
+    weight, indices = torch.randn(512, k, device=device), torch.arange(7, device=device)
+    params, count = [torch.randn(64, k, device=device, dtype=torch.bfloat16)], torch.ones((), device=device)
+    lr, found_inf = torch.tensor(1e-3, device=device), torch.zeros((), device=device)
+    step = adamw(params, [torch.randn_like(params[0])], count, lr_tensor=lr, found_inf=found_inf)
+
+    def work() -> list[Tensor]:
+        packed = halfbyte.quantize(weight, "nf4-dq")
+        y = halfbyte.ops.linear(x, packed, None, "nf4-dq", k)
+        return [
+            packed,
+            y,
+            halfbyte.ops.linear(x.repeat(4, 1), packed, None, "nf4-dq", k),
+            halfbyte.ops.linear_backward_input(y, packed, "nf4-dq", k),
+            halfbyte.ops.embedding(indices, packed, "nf4-dq", k),
+            halfbyte.dequantize(packed, "nf4-dq", k),
+        ]
+
+    work()
+    step()
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = work()
+        step()
+    weight.normal_()
+    x.normal_()
+    expected, before = work(), params[0].clone()
+    graph.replay()
+    torch.cuda.synchronize(device)
+    for a, b in zip(results, expected, strict=True):
+        assert torch.equal(a, b)
+    assert not torch.equal(params[0], before)
+    found_inf.fill_(1)
+    before = params[0].clone()
+    graph.replay()
+    assert torch.equal(params[0], before), "found_inf was read at capture"
+
+
+@cuda_check
+def the_tensors_device_is_used(device: torch.device) -> None:
+    if torch.cuda.device_count() < 2:
+        print("    (not run: one GPU)")
+        return
+    with torch.cuda.device(0):
+        x = torch.randn(64, 576, device="cuda:1")
+        packed = halfbyte.quantize(x, "nf4")
+        assert packed.device.index == 1
+        assert_same("quantize", packed, halfbyte.quantize(x.cpu(), "nf4"))
+        assert torch.cuda.current_device() == 0

@@ -1,0 +1,249 @@
+// dequantize and embedding: packed rows -> float rows. One fp32 product, one rounding to the output type.
+//
+// One thread decodes units of 8 elements: a 4-byte load (8 for the row formats), one scale, one 16-byte store for 16-bit
+// outputs, so that a warp writes 512 contiguous bytes. 4 units a thread are loaded before the first is decoded: 4 * 4 bytes
+// * 2048 threads = 32 KB in flight per multiprocessor, where reads at full speed need about 6.
+#include "elements.h"
+#include "geometry.h"
+#include "kernels.h"
+#include "launch.h"
+
+namespace halfbyte::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+
+// The assertion of embedding is a call, which costs registers: 4 units in flight would spill.
+template <bool Gather>
+constexpr int kUnrollOf = Gather ? 2 : 4;
+
+// How codes become floats; the two 4-bit codebooks differ by the table only.
+enum class Scheme { k4Bit, k4BitDQ, kInt8, kFP8 };
+
+struct Codebook {
+  float value[16];
+};
+
+struct DequantizeArgs {
+  const uint8_t* packed;  // row 0
+  void* output;           // row 0 of this tile
+  RowLayout layout;
+  FastDivisor units;      // per row of this tile
+  uint32_t total_units;   // of this tile
+  int64_t first_row;      // of this tile
+  int64_t first_unit;     // of this tile
+  int block_shift;        // log2 of the block size (4-bit formats)
+  int code_width;         // bytes a code load may take: 8, 4 or 1
+  int store_width;        // bytes a store may take: 16, 8, 4, 2
+  const void* indices;    // embedding: row numbers, else null
+  bool wide;              // int64 indices
+  int64_t num_embeddings;
+  Codebook codebook;
+};
+
+struct Codes {
+  uint32_t low, high;  // 8 nibbles in `low`, or 8 bytes
+};
+
+__device__ inline Codes load_codes(const uint8_t* source, bool four_bit, int count, int width) {
+  if (count == kUnit) {
+    if (four_bit && width >= 4) return {*reinterpret_cast<const uint32_t*>(source), 0};
+    if (!four_bit && width >= 8) {
+      const uint2 both = *reinterpret_cast<const uint2*>(source);
+      return {both.x, both.y};
+    }
+  }
+  uint32_t word[2] = {0, 0};
+  const int bytes = four_bit ? (count + 1) / 2 : count;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    if (i < bytes) word[i / 4] |= uint32_t(source[i]) << (8 * (i % 4));
+  }
+  return {word[0], word[1]};
+}
+
+__device__ inline float load_float(const uint8_t* source, int width) {
+  if (width >= 4) return *reinterpret_cast<const float*>(source);
+  return bits_float(uint32_t(source[0]) | uint32_t(source[1]) << 8 | uint32_t(source[2]) << 16 | uint32_t(source[3]) << 24);
+}
+
+// What a code is multiplied with: absmax, or the row's quotient.
+template <Scheme S>
+__device__ inline float load_scale(const uint8_t* row, const DequantizeArgs& a, int64_t element) {
+  const int width = a.code_width;
+  const uint8_t* scales = row + a.layout.scales_offset;
+  if constexpr (S == Scheme::kInt8) {
+    return div_rn(load_float(scales, width), kInt8Max);
+  } else if constexpr (S == Scheme::kFP8) {
+    return div_rn(load_float(scales, width), kFP8Max);
+  } else {
+    const int64_t block = element >> a.block_shift;
+    if constexpr (S == Scheme::k4Bit) {
+      return load_float(scales + 4 * block, width);
+    } else {
+      return fma_rn(float(row[a.layout.code_bytes + block]), load_float(scales, width), load_float(scales + 4, width));
+    }
+  }
+}
+
+template <class T, int Width>
+__device__ inline void store_unit_as(T* target, const T (&values)[kUnit]) {
+  struct alignas(Width) Piece {
+    T value[Width / sizeof(T)];
+  };
+  static_assert(sizeof(Piece) == Width);
+  constexpr int kPerPiece = Width / int(sizeof(T));
+#pragma unroll
+  for (int p = 0; p < kUnit / kPerPiece; ++p) {
+    Piece piece;
+#pragma unroll
+    for (int i = 0; i < kPerPiece; ++i) piece.value[i] = values[p * kPerPiece + i];
+    reinterpret_cast<Piece*>(target)[p] = piece;
+  }
+}
+
+template <class T>
+__device__ inline void store_unit(T* target, const T (&values)[kUnit], int count, int width) {
+  if (count == kUnit && width >= 16) {
+    store_unit_as<T, 16>(target, values);
+  } else if (count == kUnit && width == 8) {
+    store_unit_as<T, 8>(target, values);
+  } else if (count == kUnit && width == 4) {
+    store_unit_as<T, 4>(target, values);
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(kUnit); ++i) {
+      if (i < count) target[i] = values[i];
+    }
+  }
+}
+
+template <class T, Scheme S>
+__device__ inline void decode_unit(const Codes& codes, float scale, const float* table, T (&values)[kUnit]) {
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) {
+    float value;
+    if constexpr (S == Scheme::k4Bit || S == Scheme::k4BitDQ) {
+      // Element 2i is the high nibble of byte i.
+      value = table[(codes.low >> (8 * (i / 2) + (i % 2 ? 0 : 4))) & 15u];
+    } else {
+      const uint32_t byte = ((i < 4 ? codes.low : codes.high) >> (8 * (i % 4))) & 0xFFu;
+      value = S == Scheme::kInt8 ? float(int32_t(int8_t(byte))) : fp8_to_float(byte);
+    }
+    values[i] = from_float<T>(mul_rn(value, scale));
+  }
+}
+
+template <bool Gather>
+__device__ inline int64_t source_row(const DequantizeArgs& a, uint32_t tile_row) {
+  const int64_t row = a.first_row + tile_row;
+  if constexpr (!Gather) return row;
+  const int64_t index = a.wide ? static_cast<const int64_t*>(a.indices)[row]
+                               : int64_t(static_cast<const int32_t*>(a.indices)[row]);
+  HALFBYTE_DEVICE_ASSERT(index >= 0 && index < a.num_embeddings && "halfbyte::embedding: index out of range");
+  return index;
+}
+
+template <class T, Scheme S, bool Gather>
+__global__ void __launch_bounds__(kThreads, 6) dequantize_kernel(const DequantizeArgs a) {
+  // 16 floats lie in 16 different banks: no lookup can conflict.
+  __shared__ float table[16];
+  if (threadIdx.x < 16) table[threadIdx.x] = a.codebook.value[threadIdx.x];
+  __syncthreads();
+  constexpr int kUnroll = kUnrollOf<Gather>;
+  constexpr bool kFourBit = S == Scheme::k4Bit || S == Scheme::k4BitDQ;
+  const RowLayout& l = a.layout;
+  // total_units < 2^31 and the grid covers less than 2^31 units at once: no 32-bit index wraps.
+  for (uint32_t first = blockIdx.x * (kThreads * kUnroll) + threadIdx.x; first < a.total_units;
+       first += gridDim.x * (kThreads * kUnroll)) {
+    Codes codes[kUnroll];
+    float scale[kUnroll];
+    T* target[kUnroll];
+    int count[kUnroll];
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      const uint32_t unit = first + u * kThreads;
+      count[u] = 0;
+      if (unit < a.total_units) {
+        const uint32_t tile_row = a.units.quotient(unit);
+        const int64_t element = (a.first_unit + (unit - tile_row * a.units.divisor)) * kUnit;
+        const int64_t left = l.in_features - element;
+        count[u] = left < kUnit ? int(left) : int(kUnit);
+        const uint8_t* row = a.packed + source_row<Gather>(a, tile_row) * l.row_bytes;
+        codes[u] = load_codes(row + (kFourBit ? element / 2 : element), kFourBit, count[u], a.code_width);
+        scale[u] = load_scale<S>(row, a, element);
+        target[u] = static_cast<T*>(a.output) + (a.first_row + tile_row) * l.in_features + element;
+      }
+    }
+#pragma unroll
+    for (int u = 0; u < kUnroll; ++u) {
+      if (count[u] > 0) {
+        T values[kUnit];
+        decode_unit<T, S>(codes[u], scale[u], table, values);
+        store_unit(target[u], values, count[u], a.store_width);
+      }
+    }
+  }
+}
+
+using Kernel = void (*)(DequantizeArgs);
+
+template <class T, bool Gather>
+Kernel kernel_for(int32_t format) {
+  if (format == kInt8) return dequantize_kernel<T, Scheme::kInt8, Gather>;
+  if (format == kFP8) return dequantize_kernel<T, Scheme::kFP8, Gather>;
+  return is_double_quantized(format) ? dequantize_kernel<T, Scheme::k4BitDQ, Gather> : dequantize_kernel<T, Scheme::k4Bit, Gather>;
+}
+
+template <bool Gather>
+Kernel kernel_for(int32_t format, DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return kernel_for<float, Gather>(format);
+    case DType::kBFloat16: return kernel_for<BFloat16, Gather>(format);
+    default: return kernel_for<Float16, Gather>(format);
+  }
+}
+
+template <bool Gather>
+cudaError_t launch_rows(DequantizeArgs args, int64_t rows, DType dtype, cudaStream_t stream) {
+  const RowLayout& l = args.layout;
+  for (int i = 0; i < 16; ++i) args.codebook.value[i] = codebook(l.format)[i];
+  if (is_4bit(l.format)) args.block_shift = log2_of(l.block_size);
+  args.code_width = access_width(args.packed, l.row_bytes);
+  args.store_width = access_width(args.output, l.in_features * (dtype == DType::kFloat32 ? 4 : 2));
+  const unsigned most = unsigned(multiprocessors()) * 16;
+  return for_each_tile(rows, units_of(l.in_features), [&](const Tile& tile) {
+    args.units = FastDivisor(uint32_t(tile.items));
+    args.total_units = uint32_t(tile.rows * tile.items);
+    args.first_row = tile.first_row;
+    args.first_unit = tile.first_item;
+    constexpr unsigned kPerBlock = kThreads * kUnrollOf<Gather>;
+    const unsigned needed = (args.total_units + kPerBlock - 1) / kPerBlock;
+    return launch(kernel_for<Gather>(l.format, dtype), needed < most ? needed : most, 1, kThreads, 0, stream, args);
+  });
+}
+
+}  // namespace
+
+cudaError_t launch_dequantize(const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype, void* output,
+                              cudaStream_t stream) {
+  DequantizeArgs args{};
+  args.packed = packed;
+  args.output = output;
+  args.layout = layout;
+  return launch_rows<false>(args, rows, dtype, stream);
+}
+
+cudaError_t launch_embedding(const void* indices, bool wide, int64_t count, const uint8_t* packed, int64_t num_embeddings,
+                             const RowLayout& layout, DType dtype, void* output, cudaStream_t stream) {
+  DequantizeArgs args{};
+  args.packed = packed;
+  args.output = output;
+  args.layout = layout;
+  args.indices = indices;
+  args.wide = wide;
+  args.num_embeddings = num_embeddings;
+  return launch_rows<true>(args, count, dtype, stream);
+}
+
+}  // namespace halfbyte::cuda

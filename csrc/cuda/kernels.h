@@ -1,0 +1,42 @@
+// Launchers: raw pointers and sizes, no torch. All arguments have been checked by the fronts; every launcher is
+// asynchronous on `stream`, allocates nothing, and returns the error of its launches.
+#pragma once
+
+#include <cstdint>
+
+#include <cuda_runtime_api.h>
+
+#include "../formats.h"
+#include "../optimizer.h"
+
+namespace halfbyte::cuda {
+
+struct OptimizerTable;
+struct OptimizerInputs;
+
+// packed (rows, row_bytes) contiguous, any alignment -> output (rows, K) of dtype, contiguous, any alignment.
+cudaError_t launch_dequantize(const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype, void* output,
+                              cudaStream_t stream);
+
+// Row indices[i] of packed (num_embeddings, row_bytes) -> output row i. indices (count,) int64 (`wide`) or int32. An index
+// out of range stops the kernel with a device-side assertion, as torch's embedding does.
+cudaError_t launch_embedding(const void* indices, bool wide, int64_t count, const uint8_t* packed, int64_t num_embeddings,
+                             const RowLayout& layout, DType dtype, void* output, cudaStream_t stream);
+
+// input (rows, K) of dtype, contiguous, any alignment -> packed (rows, row_bytes), 16-byte aligned. scales (rows,
+// num_blocks) float32 replaces the computed absmax unless null.
+cudaError_t launch_quantize(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
+                            uint8_t* packed, cudaStream_t stream);
+
+// linear for problems that linear_route.h sends here. partial: float32 (splits, M, N), or null when splits is 1; splits is
+// what linear_small_splits gives on the current device. bias: (N,) of dtype or null.
+int64_t linear_small_splits(const RowLayout& layout, int64_t N);
+cudaError_t launch_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
+                                DType dtype, const void* bias, void* output, float* partial, int64_t splits,
+                                cudaStream_t stream);
+
+// One step of every parameter of the table (optimizer_table.h). Device memory is read for the inputs and the step counts.
+cudaError_t launch_optimizer(OptimizerRule rule, const OptimizerTable& table, const OptimizerHyper& hyper,
+                             const OptimizerInputs& inputs, cudaStream_t stream);
+
+}  // namespace halfbyte::cuda

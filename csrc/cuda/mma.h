@@ -1,0 +1,36 @@
+// The tensor core instruction as a named function; tests/cuda/emulator.h has the form for the CPU.
+#pragma once
+
+#include "elements.h"
+#include "launch.h"
+
+#if !defined(HALFBYTE_EMULATE_CUDA)
+
+namespace halfbyte::cuda {
+
+// d += a * b for one warp, fp32 accumulators. a: 16x16, rows g and g + 8 of lane 4 g + t: a[0] = (g; 2t, 2t+1),
+// a[1] = (g+8; 2t, 2t+1), a[2] = (g; 2t+8, 2t+9), a[3] = (g+8; 2t+8, 2t+9). b: 16x8, b[0] = (2t, 2t+1; g),
+// b[1] = (2t+8, 2t+9; g). d: 16x8, (g; 2t), (g; 2t+1), (g+8; 2t), (g+8; 2t+1). Two 16-bit values a register, lower first.
+template <class T>
+__device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+}
+
+// 8 bytes that are read once: they do not displace the activations in L1.
+__device__ inline uint2 load_once(const uint8_t* p) {
+  uint2 v;
+  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
+}  // namespace halfbyte::cuda
+
+#endif

@@ -1,0 +1,265 @@
+// 8-bit optimizer steps: one launch for a whole list of parameters (up to 336, see optimizer_table.h).
+//
+// A warp takes the blocks of a task: one of 256 elements, or several short rows. Each lane owns 8 consecutive elements of a
+// block (16-byte accesses of 16-bit parameters), so absmax is at most 5 shuffles and no barrier. learning rate, gradient
+// scale, found_inf and the step counts are read from device memory: nothing waits for the host, a graph can be replayed.
+#include "kernels.h"
+#include "launch.h"
+#include "optimizer_elements.h"
+#include "optimizer_table.h"
+
+namespace halfbyte::cuda {
+namespace {
+
+constexpr int kThreads = 128;
+constexpr int kResident = 5;  // CTAs a multiprocessor: 102 registers without spills, 30 KB of loads in flight
+constexpr int kWarps = kThreads / 32;
+
+// Both maps: first the signed one.
+__constant__ DynamicMap kMaps[2] = {make_dynamic_map(true), make_dynamic_map(false)};
+
+__device__ inline float element(const void* p, uint32_t dtype, int64_t i) {
+  if (dtype == uint32_t(DType::kFloat32)) return static_cast<const float*>(p)[i];
+  const uint32_t bits = static_cast<const uint16_t*>(p)[i];
+  return dtype == uint32_t(DType::kBFloat16) ? bits_float(bits << 16) : to_float(Float16(__half_raw{uint16_t(bits)}));
+}
+
+// Two 16-bit elements of one word.
+__device__ inline void widen(uint32_t word, uint32_t dtype, float& low, float& high) {
+  if (dtype == uint32_t(DType::kBFloat16)) {
+    low = bits_float(word << 16);
+    high = bits_float(word & 0xFFFF0000u);
+  } else {
+    low = to_float(Float16(__half_raw{uint16_t(word)}));
+    high = to_float(Float16(__half_raw{uint16_t(word >> 16)}));
+  }
+}
+
+__device__ inline void load_unit(const void* base, uint32_t dtype, int64_t start, int count, bool vector, float (&values)[kUnit]) {
+  if (vector && count == kUnit) {
+    if (dtype == uint32_t(DType::kFloat32)) {
+      const float4* p = reinterpret_cast<const float4*>(static_cast<const float*>(base) + start);
+      const float4 a = p[0], b = p[1];
+      values[0] = a.x, values[1] = a.y, values[2] = a.z, values[3] = a.w;
+      values[4] = b.x, values[5] = b.y, values[6] = b.z, values[7] = b.w;
+    } else {
+      const uint4 v = *reinterpret_cast<const uint4*>(static_cast<const uint16_t*>(base) + start);
+      widen(v.x, dtype, values[0], values[1]);
+      widen(v.y, dtype, values[2], values[3]);
+      widen(v.z, dtype, values[4], values[5]);
+      widen(v.w, dtype, values[6], values[7]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) values[i] = i < count ? element(base, dtype, start + i) : 0.0f;
+}
+
+struct Codes {
+  uint32_t word[2];
+  __device__ uint32_t operator[](int i) const { return (word[i / 4] >> (8 * (i % 4))) & 0xFFu; }
+};
+
+__device__ inline Codes load_codes(const uint8_t* p, int count, bool vector) {
+  if (vector && count == kUnit) {
+    const uint2 v = *reinterpret_cast<const uint2*>(p);
+    return {{v.x, v.y}};
+  }
+  Codes codes{{0, 0}};
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) {
+    if (i < count) codes.word[i / 4] |= uint32_t(p[i]) << (8 * (i % 4));
+  }
+  return codes;
+}
+
+__device__ inline void store_codes(uint8_t* p, const Codes& codes, int count, bool vector) {
+  if (vector && count == kUnit) {
+    *reinterpret_cast<uint2*>(p) = make_uint2(codes.word[0], codes.word[1]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) {
+    if (i < count) p[i] = uint8_t(codes[i]);
+  }
+}
+
+// The 16-bit pattern of a parameter, to nearest or stochastically.
+__device__ inline uint32_t narrow(float v, uint32_t dtype, bool stochastic, uint32_t random) {
+  if (dtype == uint32_t(DType::kBFloat16)) {
+    if (stochastic) return round_stochastic_bfloat16(v, random);
+    return static_cast<__nv_bfloat16_raw>(from_float<BFloat16>(v)).x;
+  }
+  if (stochastic) return round_stochastic_float16(v, random);
+  return static_cast<__half_raw>(from_float<Float16>(v)).x;
+}
+
+__device__ inline void store_params(const TableEntry& t, int64_t start, int count, const OptimizerScalars& s,
+                                    const float (&values)[kUnit]) {
+  if (t.param_dtype == uint8_t(DType::kFloat32)) {
+    float* p = static_cast<float*>(t.param) + start;
+    if (t.vector && count == kUnit) {
+      reinterpret_cast<float4*>(p)[0] = make_float4(values[0], values[1], values[2], values[3]);
+      reinterpret_cast<float4*>(p)[1] = make_float4(values[4], values[5], values[6], values[7]);
+      return;
+    }
+#pragma unroll
+    for (int i = 0; i < int(kUnit); ++i) {
+      if (i < count) p[i] = values[i];
+    }
+    return;
+  }
+  const uint64_t index = t.element_offset + uint64_t(start);
+  Philox now{}, next{};
+  if (s.stochastic) {
+    now = philox(index / 8, s.step, s.seed);
+    if (index % 8 != 0) next = philox(index / 8 + 1, s.step, s.seed);
+  }
+  uint32_t word[kUnit / 2] = {};
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) {
+    const uint32_t at = uint32_t(index % 8) + unsigned(i);
+    const uint32_t random = at < 8 ? random16(now, at) : random16(next, at % 8);
+    word[i / 2] |= narrow(values[i], t.param_dtype, s.stochastic, random) << (16 * (i % 2));
+  }
+  uint16_t* p = static_cast<uint16_t*>(t.param) + start;
+  if (t.vector && count == kUnit) {
+    *reinterpret_cast<uint4*>(p) = make_uint4(word[0], word[1], word[2], word[3]);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) {
+    if (i < count) p[i] = uint16_t(word[i / 2] >> (16 * (i % 2)));
+  }
+}
+
+// Maximum over groups of `lanes` neighbouring threads; every thread of the warp must call it.
+__device__ inline uint32_t group_max(uint32_t value, uint32_t lanes) {
+  for (uint32_t offset = lanes / 2; offset > 0; offset /= 2)
+    value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, int(offset)));
+  return value;
+}
+
+template <bool SIGNED>
+__device__ inline Codes encode_unit(const MapTables& map, const float (&values)[kUnit], const BlockEncoder& block) {
+  const DynamicMap& full = kMaps[SIGNED ? 0 : 1];
+  Codes codes{{0, 0}};
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i)
+    codes.word[i / 4] |= encode_moment<SIGNED>(map, full.guess_offset, full.midpoint, block, values[i]) << (8 * (i % 4));
+  return codes;
+}
+
+template <OptimizerRule RULE>
+__device__ inline void update_task(const TableEntry& t, uint32_t task, const MapTables* maps, const OptimizerScalars& s) {
+  constexpr bool kTwo = RULE == OptimizerRule::kAdamW || RULE == OptimizerRule::kAdam;
+  const uint32_t lane = threadIdx.x % 32, lanes = t.lanes;
+  const uint32_t block = task * (32 / lanes) + lane / lanes;  // below 2^31 + 32
+  const bool present = block < t.blocks;
+  const uint32_t row = t.blocks_per_row.quotient(present ? block : 0);
+  const int64_t column = (present ? block - row * t.blocks_per_row.divisor : 0) * kStateBlock + lane % lanes * kUnit;
+  const int64_t start = row * t.row_length + column, left = t.row_length - column;
+  const int count = !present || left <= 0 ? 0 : left < kUnit ? int(left) : int(kUnit);
+
+  float param[kUnit], grad[kUnit], first[kUnit], second[kUnit];
+  load_unit(t.param, t.param_dtype, start, count, t.vector, param);
+  load_unit(t.grad, t.grad_dtype, start, count, t.vector, grad);
+  const Codes first_codes = load_codes(t.codes[0] + start, count, t.vector);
+  const Codes second_codes = kTwo ? load_codes(t.codes[1] + start, count, t.vector) : Codes{{0, 0}};
+  const float first_scale = present ? t.scales[0][block] : 0.0f;
+  const float second_scale = kTwo && present ? t.scales[1][block] : 0.0f;
+
+  uint32_t first_max = 0, second_max = 0;
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) {
+    const Updated u = update_element<RULE>(s, param[i], grad[i], decode_signed(maps[0], first_codes[i]), first_scale,
+                                           kTwo ? decode_unsigned(maps[1], second_codes[i]) : 0.0f, second_scale);
+    param[i] = u.param;
+    first[i] = u.first;
+    second[i] = u.second;
+    if (i < count) {
+      first_max = max(first_max, float_bits(u.first) & 0x7FFFFFFFu);
+      if (kTwo) second_max = max(second_max, float_bits(u.second) & 0x7FFFFFFFu);
+    }
+  }
+  first_max = group_max(first_max, lanes);
+  if (kTwo) second_max = group_max(second_max, lanes);
+  if (count == 0) return;
+
+  store_params(t, start, count, s, param);
+  const BlockEncoder first_block = block_encoder(first_max);
+  store_codes(t.codes[0] + start, encode_unit<true>(maps[0], first, first_block), count, t.vector);
+  if (lane % lanes == 0) t.scales[0][block] = first_block.scale;
+  if constexpr (kTwo) {
+    const BlockEncoder second_block = block_encoder(second_max);
+    store_codes(t.codes[1] + start, encode_unit<false>(maps[1], second, second_block), count, t.vector);
+    if (lane % lanes == 0) t.scales[1][block] = second_block.scale;
+  }
+}
+
+// The entry that holds `task`: the last one whose first task is not above it.
+__device__ inline int find_entry(const OptimizerTable& table, uint32_t task) {
+  int low = 0, high = table.entries - 1;
+  while (low < high) {
+    const int middle = (low + high + 1) / 2;
+    if (table.entry[middle].first_task <= task) {
+      low = middle;
+    } else {
+      high = middle - 1;
+    }
+  }
+  return low;
+}
+
+template <OptimizerRule RULE>
+__global__ void __launch_bounds__(kThreads, kResident)
+    optimizer_kernel(const __grid_constant__ OptimizerTable table, const OptimizerHyper hyper, const OptimizerInputs inputs) {
+  __shared__ MapTables maps[2];
+  __shared__ OptimizerScalars scalars[kWarps];  // of the step count that each warp works with
+  if (threadIdx.x < 64) {
+    const DynamicMap& map = kMaps[threadIdx.x / 32];
+    const uint32_t i = threadIdx.x % 8, which = threadIdx.x % 32 / 8;
+    MapTables& to = maps[threadIdx.x / 32];
+    (which == 0 ? to.A : which == 1 ? to.B : which == 2 ? to.J : to.above)[i] =
+        which == 0 ? map.A[i] : which == 1 ? map.B[i] : which == 2 ? map.J[i] : map.above[i];
+  }
+  __syncthreads();
+  if (inputs.found_inf && *inputs.found_inf != 0.0f) return;
+  const double lr = inputs.lr ? double(*inputs.lr) : hyper.lr;
+  const double grad_scale = inputs.grad_scale ? double(*inputs.grad_scale) : 1.0;
+  const uint32_t warp = threadIdx.x / 32;
+  float known_step = bits_float(kNaNBits);  // differs from everything
+  for (uint32_t task = blockIdx.x * kWarps + warp; task < table.tasks; task += gridDim.x * kWarps) {
+    const TableEntry& t = table.entry[find_entry(table, task)];
+    const float step = *t.step;
+    if (step != known_step) {
+      HALFBYTE_DEVICE_ASSERT(step >= 1.0f && step <= 0x1p24f && "halfbyte: steps must be from 1 to 2^24");
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) scalars[warp] = optimizer_scalars(RULE, hyper, lr, grad_scale, uint32_t(step));
+      __syncwarp();
+      known_step = step;
+    }
+    update_task<RULE>(t, task - t.first_task, maps, scalars[warp]);
+  }
+}
+
+using Kernel = void (*)(OptimizerTable, OptimizerHyper, OptimizerInputs);
+
+Kernel kernel_for(OptimizerRule rule) {
+  switch (rule) {
+    case OptimizerRule::kAdamW: return optimizer_kernel<OptimizerRule::kAdamW>;
+    case OptimizerRule::kAdam: return optimizer_kernel<OptimizerRule::kAdam>;
+    case OptimizerRule::kLion: return optimizer_kernel<OptimizerRule::kLion>;
+    default: return optimizer_kernel<OptimizerRule::kSGD>;
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_optimizer(OptimizerRule rule, const OptimizerTable& table, const OptimizerHyper& hyper,
+                             const OptimizerInputs& inputs, cudaStream_t stream) {
+  const unsigned needed = (table.tasks + kWarps - 1) / kWarps, most = unsigned(multiprocessors()) * kResident;
+  return launch(kernel_for(rule), needed < most ? needed : most, 1, kThreads, 0, stream, table, hyper, inputs);
+}
+
+}  // namespace halfbyte::cuda

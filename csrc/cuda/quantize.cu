@@ -1,0 +1,325 @@
+// quantize and quantize_with_scales: float rows -> packed rows, byte for byte what csrc/cpu writes (docs/formats.md).
+//
+// nf4, fp4: `lanes` threads of a warp own one block; each takes units of 8 elements (one 16-byte load of 16-bit inputs, one
+// 4-byte store of codes), so a block of 64 is 8 lanes and its absmax three shuffles. Up to 256 elements stay in registers,
+// larger blocks are read again, from L1. -dq, int8 and fp8 have one scale (or step and low) per row: one CTA per row.
+#include "elements.h"
+#include "geometry.h"
+#include "kernels.h"
+#include "launch.h"
+
+namespace halfbyte::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+
+struct QuantizeArgs {
+  const void* input;
+  const float* scales;  // (rows, num_blocks), or null: computed
+  uint8_t* packed;
+  RowLayout layout;
+  int64_t first_row;     // of this tile
+  int64_t first_block;   // of this tile
+  int64_t rows;          // of this tile
+  FastDivisor blocks;    // per row of this tile
+  uint32_t total_blocks; // of this tile
+  int lanes;             // threads that share a block: 4..32
+  int units;             // units of a full block, a multiple of lanes
+  int load_width;        // bytes an input load may take
+  EncodeTable table;
+};
+
+template <class T>
+struct alignas(16) Vector16 {
+  T value[16 / sizeof(T)];
+};
+
+// Elements of one unit as floats; missing ones are 0, which changes no absmax and is overwritten by no code.
+template <class T>
+__device__ inline void load_unit(const T* source, int count, int width, float (&values)[kUnit]) {
+  if (count == kUnit && width >= 16) {
+    constexpr int kPerLoad = 16 / int(sizeof(T));
+#pragma unroll
+    for (int p = 0; p < kUnit / kPerLoad; ++p) {
+      const Vector16<T> loaded = reinterpret_cast<const Vector16<T>*>(source)[p];
+#pragma unroll
+      for (int i = 0; i < kPerLoad; ++i) values[p * kPerLoad + i] = to_float(loaded.value[i]);
+    }
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) values[i] = i < count ? to_float(source[i]) : 0.0f;
+}
+
+__device__ inline uint32_t largest_bits(const float (&values)[kUnit]) {
+  uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) largest = max(largest, float_bits(values[i]) & 0x7FFFFFFFu);
+  return largest;
+}
+
+// Maximum over groups of `lanes` neighbouring threads; every thread of the warp must call it.
+__device__ inline uint32_t group_max(uint32_t value, int lanes) {
+  for (int offset = lanes / 2; offset > 0; offset /= 2) value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, offset));
+  return value;
+}
+
+__device__ inline int clamp_count(int64_t left) { return left <= 0 ? 0 : left < kUnit ? int(left) : int(kUnit); }
+
+// Codes of `count` elements as nibbles, high first; a missing last element is the code of 0.0.
+template <bool FP4>
+__device__ inline void store_codes_4bit(const Bucket* table, const float (&values)[kUnit], int count, float scale,
+                                        uint8_t* target) {
+  constexpr uint32_t kZero = FP4 ? 0 : 7;
+  const bool coded = scale > 0.0f;  // false for 0 and NaN
+  const Normalizer normalize(scale);
+  uint32_t word = 0;
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) {
+    const uint32_t code = coded && i < count ? encode_4bit<FP4>(table, normalize(values[i])) : kZero;
+    word |= code << (8 * (i / 2) + (i % 2 ? 0 : 4));
+  }
+  if (count == kUnit) {
+    *reinterpret_cast<uint32_t*>(target) = word;  // rows are 16-byte aligned, units start at multiples of 4 bytes
+  } else {
+    for (int i = 0; i < (count + 1) / 2; ++i) target[i] = uint8_t(word >> (8 * i));
+  }
+}
+
+__device__ inline void store_float(uint8_t* target, float value) { *reinterpret_cast<float*>(target) = value; }
+
+// Zeros of a row that neither codes nor scales cover: at most 3 bytes before the scales and 15 after.
+__device__ inline void store_padding(uint8_t* row, const RowLayout& l, int64_t codes_end, int64_t scales_end) {
+  for (int64_t i = codes_end; i < l.scales_offset; ++i) row[i] = 0;
+  for (int64_t i = scales_end; i < l.row_bytes; ++i) row[i] = 0;
+}
+
+// One 4-bit block, by `lanes` threads of which this is number `lane`. `absent` groups only take part in the shuffles.
+template <class T, bool Registers>
+__device__ inline uint32_t block_largest(const QuantizeArgs& a, const T* block, int64_t length, int lane,
+                                         float (&values)[kUnit]) {
+  uint32_t largest = 0;
+  for (int u = lane; u < a.units; u += a.lanes) {
+    load_unit(block + u * kUnit, clamp_count(length - u * kUnit), a.load_width, values);
+    largest = max(largest, largest_bits(values));
+    if constexpr (Registers) break;
+  }
+  return group_max(largest, a.lanes);
+}
+
+template <class T, bool FP4, bool Registers>
+__device__ inline void encode_block(const QuantizeArgs& a, const Bucket* table, const T* block, int64_t length, int lane,
+                                    float scale, float (&values)[kUnit], uint8_t* codes) {
+  for (int u = lane; u < a.units; u += a.lanes) {
+    const int count = clamp_count(length - u * kUnit);
+    if (count == 0) break;
+    if constexpr (!Registers) load_unit(block + u * kUnit, count, a.load_width, values);
+    store_codes_4bit<FP4>(table, values, count, scale, codes + u * (kUnit / 2));
+    if constexpr (Registers) break;
+  }
+}
+
+__device__ inline void share_table(const EncodeTable& source, Bucket* table) {
+  if (threadIdx.x < 32) table[threadIdx.x] = source.bucket[threadIdx.x];
+  __syncthreads();
+}
+
+template <class T, bool FP4, bool Registers>
+__global__ void __launch_bounds__(kThreads) quantize_blocks_kernel(const QuantizeArgs a) {
+  __shared__ Bucket table[32];
+  share_table(a.table, table);
+  const RowLayout& l = a.layout;
+  const int lane = int(threadIdx.x) % a.lanes;
+  const uint32_t groups = uint32_t(kThreads / a.lanes);
+  // The bound is the same for a whole CTA, so that every thread reaches the shuffles.
+  for (uint32_t base = blockIdx.x * groups; base < a.total_blocks; base += gridDim.x * groups) {
+    const uint32_t index = base + threadIdx.x / unsigned(a.lanes);
+    const bool present = index < a.total_blocks;
+    const uint32_t tile_row = a.blocks.quotient(present ? index : 0);
+    const int64_t b = a.first_block + (present ? index - tile_row * a.blocks.divisor : 0);
+    const int64_t r = a.first_row + tile_row, start = b * l.block_size;
+    const int64_t left = l.in_features - start;
+    const int64_t length = !present ? 0 : left < l.block_size ? left : l.block_size;
+    const T* block = static_cast<const T*>(a.input) + r * l.in_features + start;
+    float values[kUnit];
+    const uint32_t largest = block_largest<T, Registers>(a, block, length, lane, values);
+    if (!present) continue;
+    const float scale = block_scale(largest, a.scales ? a.scales + r * l.num_blocks + b : nullptr);
+    uint8_t* row = a.packed + r * l.row_bytes;
+    encode_block<T, FP4, Registers>(a, table, block, length, lane, scale, values, row + start / 2);
+    if (lane == 0) {
+      store_float(row + l.scales_offset + 4 * b, scale);
+      if (b == l.num_blocks - 1) store_padding(row, l, l.code_bytes, l.scales_offset + 4 * l.num_blocks);
+    }
+  }
+}
+
+// Maximum over the CTA; `shared` has one word per warp.
+__device__ inline uint32_t cta_max(uint32_t value, uint32_t* shared) {
+  value = group_max(value, 32);
+  __syncthreads();  // the previous use of `shared` is over
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  __syncthreads();
+  uint32_t result = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) result = max(result, shared[w]);
+  return result;
+}
+
+// A -dq row: pass 1 finds the smallest and largest absmax, pass 2 encodes; the row is read four times, three from cache.
+template <class T, bool FP4>
+__global__ void __launch_bounds__(kThreads) quantize_rows_dq_kernel(const QuantizeArgs a) {
+  __shared__ Bucket table[32];
+  __shared__ uint32_t shared[kWarps];
+  share_table(a.table, table);
+  const RowLayout& l = a.layout;
+  const int lane = int(threadIdx.x) % a.lanes;
+  const int64_t groups = kThreads / a.lanes, group = threadIdx.x / unsigned(a.lanes);
+  for (int64_t tile_row = blockIdx.x; tile_row < a.rows; tile_row += gridDim.x) {
+    const int64_t r = a.first_row + tile_row;
+    const T* input = static_cast<const T*>(a.input) + r * l.in_features;
+    uint8_t* row = a.packed + r * l.row_bytes;
+    float values[kUnit];
+    const auto scale_of = [&](int64_t b) {
+      const int64_t left = l.in_features - b * l.block_size;
+      const int64_t length = b >= l.num_blocks ? 0 : left < l.block_size ? left : l.block_size;
+      const uint32_t largest = block_largest<T, false>(a, input + b * l.block_size, length, lane, values);
+      return block_scale(largest, a.scales && b < l.num_blocks ? a.scales + r * l.num_blocks + b : nullptr);
+    };
+    // Scales are not negative, so their bits compare like the floats; NaN sorts above all. ~ turns min into max.
+    uint32_t most = 0, least = 0;
+    for (int64_t base = 0; base < l.num_blocks; base += groups) {
+      const uint32_t bits = float_bits(scale_of(base + group));
+      if (base + group < l.num_blocks) {
+        most = max(most, bits);
+        least = max(least, ~bits);
+      }
+    }
+    most = cta_max(most, shared);
+    least = ~cta_max(least, shared);
+    const bool valid = most < 0x7F800000u;
+    const float low = valid ? bits_float(least) : bits_float(kNaNBits);
+    const float step = valid ? div_rn(sub_rn(bits_float(most), low), 255.0f) : bits_float(kNaNBits);
+    for (int64_t base = 0; base < l.num_blocks; base += groups) {
+      const int64_t b = base + group;
+      const float scale = scale_of(b);
+      if (b >= l.num_blocks) continue;
+      const int64_t left = l.in_features - b * l.block_size;
+      encode_block<T, FP4, false>(a, table, input + b * l.block_size, left < l.block_size ? left : l.block_size, lane,
+                                  valid ? scale : bits_float(kNaNBits), values, row + b * l.block_size / 2);
+      if (lane == 0) {
+        const float u = !valid || step == 0.0f ? 0.0f : rintf(div_rn(sub_rn(scale, low), step));
+        row[l.code_bytes + b] = uint8_t(u < 255.0f ? u : 255.0f);
+      }
+    }
+    if (threadIdx.x == 0) {
+      store_float(row + l.scales_offset, step);
+      store_float(row + l.scales_offset + 4, low);
+      store_padding(row, l, l.code_bytes + l.num_blocks, l.scales_offset + 8);
+    }
+  }
+}
+
+template <bool FP8>
+__device__ inline void store_codes_8bit(const float (&values)[kUnit], int count, float scale, uint8_t* target) {
+  const bool coded = scale > 0.0f;
+  const RowNormalizer normalize(scale, FP8 ? kFP8Max : kInt8Max);
+  uint32_t word[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) {
+    const float v = coded ? normalize(values[i]) : 0.0f;
+    word[i / 4] |= (!coded ? 0u : FP8 ? float_to_fp8(v) : float_to_int8(v)) << (8 * (i % 4));
+  }
+  if (count == kUnit) {
+    *reinterpret_cast<uint2*>(target) = make_uint2(word[0], word[1]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(kUnit); ++i) {
+      if (i < count) target[i] = uint8_t(word[i / 4] >> (8 * (i % 4)));
+    }
+  }
+}
+
+// An int8 or fp8 row: pass 1 finds the absmax, pass 2 encodes.
+template <class T, bool FP8>
+__global__ void __launch_bounds__(kThreads) quantize_rows_8bit_kernel(const QuantizeArgs a) {
+  __shared__ uint32_t shared[kWarps];
+  const RowLayout& l = a.layout;
+  const int64_t units = units_of(l.in_features);
+  for (int64_t tile_row = blockIdx.x; tile_row < a.rows; tile_row += gridDim.x) {
+    const int64_t r = a.first_row + tile_row;
+    const T* input = static_cast<const T*>(a.input) + r * l.in_features;
+    uint8_t* row = a.packed + r * l.row_bytes;
+    float values[kUnit];
+    uint32_t largest = 0;
+    for (int64_t u = threadIdx.x; u < units; u += kThreads) {
+      load_unit(input + u * kUnit, clamp_count(l.in_features - u * kUnit), a.load_width, values);
+      largest = max(largest, largest_bits(values));
+    }
+    const float scale = block_scale(cta_max(largest, shared), a.scales ? a.scales + r : nullptr);
+    for (int64_t u = threadIdx.x; u < units; u += kThreads) {
+      const int count = clamp_count(l.in_features - u * kUnit);
+      load_unit(input + u * kUnit, count, a.load_width, values);
+      store_codes_8bit<FP8>(values, count, scale, row + u * kUnit);
+    }
+    if (threadIdx.x == 0) {
+      store_float(row + l.scales_offset, scale);
+      store_padding(row, l, l.code_bytes, l.scales_offset + 4);
+    }
+  }
+}
+
+using Kernel = void (*)(QuantizeArgs);
+
+template <class T>
+Kernel kernel_for(int32_t format, bool registers) {
+  switch (format) {
+    case kNF4: return registers ? quantize_blocks_kernel<T, false, true> : quantize_blocks_kernel<T, false, false>;
+    case kFP4: return registers ? quantize_blocks_kernel<T, true, true> : quantize_blocks_kernel<T, true, false>;
+    case kNF4DQ: return quantize_rows_dq_kernel<T, false>;
+    case kFP4DQ: return quantize_rows_dq_kernel<T, true>;
+    case kInt8: return quantize_rows_8bit_kernel<T, false>;
+    default: return quantize_rows_8bit_kernel<T, true>;
+  }
+}
+
+Kernel kernel_for(DType dtype, int32_t format, bool registers) {
+  switch (dtype) {
+    case DType::kFloat32: return kernel_for<float>(format, registers);
+    case DType::kBFloat16: return kernel_for<BFloat16>(format, registers);
+    default: return kernel_for<Float16>(format, registers);
+  }
+}
+
+}  // namespace
+
+cudaError_t launch_quantize(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
+                            uint8_t* packed, cudaStream_t stream) {
+  QuantizeArgs args{};
+  args.input = input;
+  args.scales = scales;
+  args.packed = packed;
+  args.layout = layout;
+  args.load_width = access_width(input, layout.in_features * (dtype == DType::kFloat32 ? 4 : 2));
+  if (is_4bit(layout.format)) {
+    args.units = int(layout.block_size / kUnit);
+    args.lanes = args.units < 32 ? args.units : 32;
+    args.table = make_encode_table(layout.format);
+  }
+  const Kernel kernel = kernel_for(dtype, layout.format, args.units == args.lanes);
+  const int64_t most = int64_t(multiprocessors()) * 32;
+  const bool by_block = layout.format == kNF4 || layout.format == kFP4;
+  return for_each_tile(rows, by_block ? layout.num_blocks : 1, [&](const Tile& tile) {
+    args.first_row = tile.first_row;
+    args.rows = tile.rows;
+    args.first_block = tile.first_item;
+    args.blocks = FastDivisor(uint32_t(tile.items));
+    args.total_blocks = uint32_t(tile.rows * tile.items);
+    const int64_t groups = kThreads / (by_block ? args.lanes : kThreads);
+    const int64_t needed = (int64_t(args.total_blocks) + groups - 1) / groups;
+    return launch(kernel, unsigned(needed < most ? needed : most), 1, kThreads, 0, stream, args);
+  });
+}
+
+}  // namespace halfbyte::cuda

@@ -1,0 +1,145 @@
+"""Fixtures of the CUDA tests: the kernels compiled for the CPU (emulator.h), and which files this machine can run."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import hashlib
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte.formats import Format
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent.parent
+FLAGS = [
+    "-std=c++20",
+    "-O1",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=off",
+    "-Wall",
+    "-Wextra",
+    "-Werror",
+    "-Wno-unknown-pragmas",
+    "-DHALFBYTE_EMULATE_CUDA",
+    "-x",
+    "c++",
+]
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+
+def cuda_home() -> Path | None:
+    """The CUDA toolkit whose headers the emulated kernels and whose compiler the ptxas figures need."""
+    nvcc = shutil.which("nvcc")
+    for home in (os.environ.get("CUDA_HOME"), nvcc and str(Path(nvcc).resolve().parent.parent), "/usr/local/cuda"):
+        if home and (Path(home) / "include" / "cuda_bf16.h").is_file():
+            return Path(home)
+    return None
+
+
+collect_ignore = []
+if not torch.cuda.is_available():
+    print("tests/cuda: no GPU, test_on_gpu.py is not collected")
+    collect_ignore.append("test_on_gpu.py")
+if cuda_home() is None:
+    print("tests/cuda: no CUDA toolkit, the emulated kernels are not collected")
+    collect_ignore += [path.name for path in HERE.glob("test_emulated_*.py")] + ["test_ptxas.py"]
+
+
+class Emulated:
+    """The launchers of csrc/cuda/kernels.h, running on CPU tensors."""
+
+    def __init__(self, library: Path) -> None:
+        self.c = ctypes.CDLL(str(library))
+
+    def reversed_threads(self, on: bool) -> None:
+        """Runs the threads of a block from the last to the first: a race on shared memory shows as a difference."""
+        self.c.emulated_set_reversed(int(on))
+
+    def call(self, name: str, *args: object) -> None:
+        """Calls an entry point: tensors go as pointers, ints as int64 unless wrapped."""
+
+        def convert(value: object) -> object:
+            if isinstance(value, Tensor):
+                assert value.is_contiguous()
+                return ctypes.c_void_p(value.data_ptr())
+            return ctypes.c_int64(value) if isinstance(value, int) else value
+
+        status = getattr(self.c, name)(*map(convert, args))
+        if status != 0:
+            raise RuntimeError(f"{name} returned CUDA error {status}")
+
+    def quantize(self, x: Tensor, fmt: Format, scales: Tensor | None = None) -> Tensor:
+        rows, k = x.shape
+        packed = aligned(rows * fmt.row_bytes(k), 0).view(rows, fmt.row_bytes(k))
+        self.call("emulated_quantize", x, DTYPES[x.dtype], scales, rows, fmt.id, fmt.block_size, k, packed)
+        return packed
+
+    def dequantize(self, packed: Tensor, fmt: Format, k: int, dtype: torch.dtype) -> Tensor:
+        out = torch.full((packed.shape[0], k), 7.0, dtype=dtype)
+        self.call("emulated_dequantize", packed, packed.shape[0], fmt.id, fmt.block_size, k, DTYPES[dtype], out)
+        return out
+
+    def embedding(self, indices: Tensor, packed: Tensor, fmt: Format, k: int, dtype: torch.dtype) -> Tensor:
+        out = torch.full((indices.numel(), k), 7.0, dtype=dtype)
+        wide = int(indices.dtype == torch.int64)
+        self.call(
+            "emulated_embedding",
+            indices,
+            wide,
+            indices.numel(),
+            packed,
+            packed.shape[0],
+            fmt.id,
+            fmt.block_size,
+            k,
+            DTYPES[dtype],
+            out,
+        )
+        return out
+
+
+def aligned(size: int, offset: int) -> Tensor:
+    """uint8 bytes, poisoned, whose address is `offset` past a multiple of 64."""
+    buffer = torch.full((size + 128,), 0xA5, dtype=torch.uint8)
+    start = -buffer.data_ptr() % 64 + offset
+    return buffer[start : start + size]
+
+
+@pytest.fixture(scope="session")
+def emulated() -> Emulated:
+    """csrc/cuda/*.cu compiled with the host compiler: once per state of the sources, also with several test workers."""
+    home = cuda_home()
+    assert home is not None
+    sources = [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), HERE / "emulator.cpp", HERE / "emulated_entry.cpp"]
+    headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.h"), HERE / "emulator.h", Path(__file__)]
+    compiler = os.environ.get("CXX", "g++")
+    key = hashlib.sha256(compiler.encode())
+    for path in sorted([*sources, *headers]):
+        key.update(path.read_bytes())
+    folder = ROOT / "build" / "emulated_cuda"
+    folder.mkdir(parents=True, exist_ok=True)
+    library = folder / f"{key.hexdigest()[:16]}.so"
+
+    def compile_one(source: Path) -> str:
+        output = str(folder / f"{source.name}.o")
+        subprocess.run([compiler, *FLAGS, "-isystem", f"{home}/include", "-c", str(source), "-o", output], check=True)
+        return output
+
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not library.is_file():
+            for stale in folder.glob("*.so"):
+                stale.unlink()
+            with ThreadPoolExecutor(2) as pool:
+                objects = list(pool.map(compile_one, sources))
+            subprocess.run([compiler, "-shared", "-o", str(library), *objects], check=True)
+    return Emulated(library)

@@ -1,0 +1,186 @@
+// C entry points of the emulated kernels, called by tests/cuda/emulated.py through ctypes.
+#include "emulator.h"
+
+#include <vector>
+
+#include "../../csrc/cuda/elements.h"
+#include "../../csrc/cuda/geometry.h"
+#include "../../csrc/cuda/kernels.h"
+#include "../../csrc/cuda/linear_route.h"
+#include "../../csrc/cuda/optimizer_elements.h"
+#include "../../csrc/cuda/optimizer_table.h"
+
+using namespace halfbyte;
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+void emulated_set_reversed(int reversed) { emulator::set_reversed(reversed != 0); }
+
+int emulated_dequantize(const uint8_t* packed, int64_t rows, int format, int64_t block_size, int64_t in_features, int dtype,
+                        void* output) {
+  return cuda::launch_dequantize(packed, rows, row_layout(format, block_size, in_features), DType(dtype), output, nullptr);
+}
+
+int emulated_embedding(const void* indices, int wide, int64_t count, const uint8_t* packed, int64_t num_embeddings, int format,
+                       int64_t block_size, int64_t dim, int dtype, void* output) {
+  return cuda::launch_embedding(indices, wide != 0, count, packed, num_embeddings, row_layout(format, block_size, dim),
+                                DType(dtype), output, nullptr);
+}
+
+int emulated_quantize(const void* input, int dtype, const float* scales, int64_t rows, int format, int64_t block_size,
+                      int64_t in_features, uint8_t* packed) {
+  return cuda::launch_quantize(input, DType(dtype), scales, rows, row_layout(format, block_size, in_features), packed, nullptr);
+}
+
+int emulated_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, int format, int64_t block_size,
+                          int64_t in_features, int dtype, const void* bias, void* output, float* partial, int64_t splits) {
+  return cuda::launch_linear_small(input, M, packed, N, row_layout(format, block_size, in_features), DType(dtype), bias, output,
+                                   partial, splits, nullptr);
+}
+
+// Index of the first obstacle, or -1 where the small kernel takes the problem.
+int linear_obstacle(int64_t M, int64_t N, int64_t K, int format, int64_t block_size, int dtype, int input_width, int packed_width,
+                    const char** name) {
+  const cuda::LinearProblem p{M, N, K, format, block_size, DType(dtype), input_width, packed_width};
+  int index = 0;
+  for (const cuda::Obstacle& obstacle : cuda::kSmallObstacles) {
+    if (obstacle.applies(p)) {
+      *name = obstacle.name;
+      return cuda::route(p) == cuda::LinearRoute::kDense ? index : -2;
+    }
+    ++index;
+  }
+  return cuda::route(p) == cuda::LinearRoute::kSmall ? -1 : -2;
+}
+
+void small_plan_of(int64_t N, int64_t K, int64_t multiprocessors, int64_t* out) {
+  const cuda::SmallPlan plan = cuda::small_plan(N, K, multiprocessors);
+  out[0] = plan.tiles, out[1] = plan.splits, out[2] = plan.grid;
+}
+
+// One step of a list; arrays of `count` entries. hyper: lr, beta1, beta2, eps, weight_decay, momentum, dampening.
+// Returns the CUDA error, or -tables (minus the number of launches).
+int emulated_optimizer(int rule, int64_t count, void* const* params, const int* param_dtypes, const void* const* grads,
+                       const int* grad_dtypes, uint8_t* const* first_codes, float* const* first_scales,
+                       uint8_t* const* second_codes, float* const* second_scales, const int64_t* rows, const int64_t* lengths,
+                       const int64_t* offsets, const float* step, const double* hyper, int64_t seed, int flags,
+                       const float* lr, const float* grad_scale, const float* found_inf) {
+  OptimizerHyper h{};
+  h.lr = hyper[0], h.beta1 = hyper[1], h.beta2 = hyper[2], h.eps = hyper[3], h.weight_decay = hyper[4];
+  h.momentum = hyper[5], h.dampening = hyper[6];
+  h.seed = seed, h.stochastic = flags & 1, h.nesterov = flags & 2, h.maximize = flags & 4;
+  std::vector<OptimizerTensor> tensors(static_cast<size_t>(count));
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    OptimizerTensor& t = tensors[i];
+    t.param = params[i], t.grad = grads[i];
+    t.codes[0] = first_codes[i], t.scales[0] = first_scales[i];
+    t.codes[1] = second_codes ? second_codes[i] : nullptr, t.scales[1] = second_scales ? second_scales[i] : nullptr;
+    t.row_length = lengths[i], t.blocks_per_row = (lengths[i] + kStateBlock - 1) / kStateBlock;
+    t.element_offset = uint64_t(offsets[i]);
+    t.param_dtype = DType(param_dtypes[i]), t.grad_dtype = DType(grad_dtypes[i]);
+  }
+  int tables = 0;
+  const cudaError_t error = cuda::for_each_table(
+      tensors, std::vector<int64_t>(rows, rows + count), {step}, [&](const cuda::OptimizerTable& table) {
+        ++tables;
+        return cuda::launch_optimizer(OptimizerRule(rule), table, h, {lr, grad_scale, found_inf}, nullptr);
+      });
+  return error == cudaSuccess ? -tables : int(error);
+}
+
+// Tables of a list of (rows, row length) tensors, without running them: (entries, tasks, blocks covered) per table.
+int64_t optimizer_tables(int64_t count, const int64_t* rows, const int64_t* lengths, int64_t* out, int64_t most) {
+  std::vector<OptimizerTensor> tensors(static_cast<size_t>(count));
+  for (size_t i = 0; i < tensors.size(); ++i)
+    tensors[i].row_length = lengths[i], tensors[i].blocks_per_row = (lengths[i] + kStateBlock - 1) / kStateBlock;
+  int64_t tables = 0;
+  cuda::for_each_table(tensors, std::vector<int64_t>(rows, rows + count), {nullptr}, [&](const cuda::OptimizerTable& table) {
+    int64_t blocks = 0, tasks = 0;
+    for (int i = 0; i < table.entries; ++i) {
+      if (table.entry[i].first_task != tasks) return 1;
+      blocks += table.entry[i].blocks;
+      tasks += cuda::tasks_of(table.entry[i].blocks, table.entry[i].lanes);
+    }
+    if (tasks != table.tasks || tables >= most) return 1;
+    const int64_t fields[3] = {table.entries, tasks, blocks};
+    memcpy(out + 3 * tables++, fields, sizeof fields);
+    return 0;
+  });
+  return tables;
+}
+
+// Codes of a * 1 for a block of scale 1, all floats of `x`.
+void encode_moments(const float* x, int64_t count, int is_signed, uint8_t* codes) {
+  const DynamicMap map = make_dynamic_map(is_signed != 0);
+  cuda::MapTables tables;
+  memcpy(tables.A, map.A, sizeof map.A);
+  memcpy(tables.B, map.B, sizeof map.B);
+  memcpy(tables.J, map.J, sizeof map.J);
+  memcpy(tables.above, map.above, sizeof map.above);
+  const cuda::BlockEncoder block = cuda::block_encoder(0x3F800000u);
+  for (int64_t i = 0; i < count; ++i) {
+    codes[i] = uint8_t(is_signed ? cuda::encode_moment<true>(tables, map.guess_offset, map.midpoint, block, x[i])
+                                 : cuda::encode_moment<false>(tables, map.guess_offset, map.midpoint, block, x[i]));
+  }
+}
+
+// The 4-bit code of each v by the bucket table, and by counting thresholds as the rules say. Returns the first index where
+// they differ, or -1.
+int64_t check_encode_4bit(const float* v, int64_t count, int fp4) {
+  const cuda::EncodeTable table = cuda::make_encode_table(fp4 ? kFP4 : kNF4);
+  for (int64_t i = 0; i < count; ++i) {
+    uint32_t expected = 0;
+    if (fp4) {
+      int rank = 0;
+      for (float t : kFP4Thresholds.value) rank += (v[i] < 0 ? -v[i] : v[i]) > t;
+      expected = kFP4Ascending[rank];
+      if (v[i] < 0 && expected != 0) expected |= 8;
+    } else {
+      for (float t : kNF4Thresholds.value) expected += v[i] > t;
+    }
+    const uint32_t got = fp4 ? cuda::encode_4bit<true>(table.bucket, v[i]) : cuda::encode_4bit<false>(table.bucket, v[i]);
+    if (got != expected) return i;
+  }
+  return -1;
+}
+
+// Every fp8 code through the decoder; every float of `v` through the encoder.
+void fp8_decode_all(float* values) {
+  for (uint32_t code = 0; code < 256; ++code) values[code] = cuda::fp8_to_float(code);
+}
+void fp8_encode(const float* v, int64_t count, uint8_t* codes) {
+  for (int64_t i = 0; i < count; ++i) codes[i] = uint8_t(cuda::float_to_fp8(v[i]));
+}
+
+// Number of n in {0, 1, d-1, d, d+1, multiples of d and their neighbours, 2^31-1} whose quotient is wrong.
+int64_t check_divisor(uint32_t divisor) {
+  const cuda::FastDivisor fast(divisor);
+  int64_t wrong = 0;
+  const auto check = [&](uint64_t n) { wrong += n < (uint64_t(1) << 31) && fast.quotient(uint32_t(n)) != n / divisor; };
+  for (uint64_t n : {uint64_t(0), uint64_t(1), (uint64_t(1) << 31) - 1}) check(n);
+  for (uint64_t multiple = 1; multiple * divisor < (uint64_t(1) << 31) + divisor; multiple = multiple * 9 / 8 + 1)
+    for (uint64_t n : {multiple * divisor - 1, multiple * divisor, multiple * divisor + 1}) check(n);
+  const uint64_t last = ((uint64_t(1) << 31) - 1) / divisor * divisor;
+  for (uint64_t n : {last, last - 1, last + 1}) check(n);
+  return wrong;
+}
+
+// Tiles of a grid as rows of (first_row, rows, first_item, items); returns how many there are, writes at most `most`.
+int64_t tiles_of(int64_t rows, int64_t items_per_row, int64_t* out, int64_t most) {
+  int64_t count = 0;
+  cuda::for_each_tile(rows, items_per_row, [&](const cuda::Tile& t) {
+    if (count < most) {
+      const int64_t fields[4] = {t.first_row, t.rows, t.first_item, t.items};
+      memcpy(out + 4 * count, fields, sizeof fields);
+    }
+    return ++count < most ? 0 : 1;
+  });
+  return count;
+}
+
+int access_width_of(uint64_t address, int64_t pitch) {
+  return cuda::access_width(reinterpret_cast<const void*>(address), pitch);
+}
+}
+#pragma GCC visibility pop

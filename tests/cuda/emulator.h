@@ -1,0 +1,148 @@
+// Runs the kernels of csrc/cuda on the CPU, so that tests compare whole kernels byte for byte without a GPU.
+//
+// The .cu files are compiled by the host compiler with this file in the place of csrc/cuda/launch.h. Every CUDA thread is a
+// fiber; a CTA's fibers run one after another and stop at barriers and warp exchanges. What that proves: index arithmetic,
+// geometry, masks, partial warps, barriers that not every thread reaches (an error here), and, by running the fibers in
+// both orders, most races on shared memory. What it does not: memory ordering, alignment faults, speed.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <functional>
+#include <type_traits>
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime_api.h>
+#include <vector_functions.h>
+#include <vector_types.h>
+
+#undef __global__
+#undef __device__
+#undef __host__
+#undef __shared__
+#undef __constant__
+#undef __launch_bounds__
+#undef __forceinline__
+#undef __grid_constant__
+#define __global__
+#define __device__
+#define __host__
+#define __shared__ static
+#define __constant__ static
+#define __forceinline__ inline
+#define __grid_constant__
+#define __launch_bounds__(...)
+#define threadIdx (::halfbyte::emulator::current.thread)
+#define blockIdx (::halfbyte::emulator::current.block)
+#define blockDim (::halfbyte::emulator::current.block_dim)
+#define gridDim (::halfbyte::emulator::current.grid_dim)
+#define HALFBYTE_DEVICE_ASSERT(condition) \
+  do {                                    \
+    if (!(condition)) ::halfbyte::emulator::fail_thread(cudaErrorAssert); \
+  } while (0)
+
+namespace halfbyte::emulator {
+
+struct Current {
+  uint3 thread, block;
+  dim3 block_dim, grid_dim;
+};
+extern Current current;
+
+void syncthreads();
+void syncwarp();                              // all 32 threads of the warp
+void* warp_slot(unsigned lane);               // 16 bytes per lane of the calling thread's warp
+void* dynamic_shared();
+[[noreturn]] void fail_thread(cudaError_t error);
+cudaError_t run(unsigned grid_x, unsigned grid_y, unsigned block, size_t shared_bytes, const std::function<void()>& kernel);
+void set_reversed(bool reversed);             // order in which the fibers of a CTA run
+
+template <class T>
+T exchange(T value, unsigned source_lane) {
+  static_assert(sizeof(T) <= 16);
+  memcpy(warp_slot(current.thread.x % 32), &value, sizeof(T));
+  syncwarp();
+  memcpy(&value, warp_slot(source_lane), sizeof(T));
+  syncwarp();
+  return value;
+}
+
+}  // namespace halfbyte::emulator
+
+inline void __syncthreads() { halfbyte::emulator::syncthreads(); }
+inline void __syncwarp(unsigned = 0xFFFFFFFFu) { halfbyte::emulator::syncwarp(); }
+template <class T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return halfbyte::emulator::exchange(value, (threadIdx.x % 32) ^ unsigned(mask));
+}
+template <class T>
+T __shfl_sync(unsigned, T value, int lane) {
+  return halfbyte::emulator::exchange(value, unsigned(lane) % 32);
+}
+template <class T>
+T __ldg(const T* p) {
+  return *p;
+}
+using std::max;
+using std::min;
+
+namespace halfbyte::cuda {
+
+inline uint2 load_once(const uint8_t* p) {
+  uint2 v;
+  memcpy(&v, p, 8);
+  return v;
+}
+
+// One register of a fragment as two floats.
+template <class T>
+void halves(uint32_t word, float (&out)[2]) {
+  T pair[2];
+  memcpy(static_cast<void*>(pair), &word, 4);
+  for (int i = 0; i < 2; ++i) out[i] = float(pair[i]);
+}
+
+// mma.sync.m16n8k16: products in fp32 exactly, added in fp32 in the order of k (the hardware's order is not documented).
+template <class T>
+void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  const unsigned lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  float rows[2][16], columns[2][16], pair[2];
+  memcpy(emulator::warp_slot(lane), a, 16);
+  emulator::syncwarp();
+  for (unsigned other = 0; other < 4; ++other) {
+    uint32_t theirs[4];
+    memcpy(theirs, emulator::warp_slot(4 * g + other), 16);
+    for (unsigned r = 0; r < 4; ++r) {
+      halves<T>(theirs[r], pair);
+      for (unsigned i = 0; i < 2; ++i) rows[r % 2][2 * other + i + 8 * (r / 2)] = pair[i];
+    }
+  }
+  emulator::syncwarp();
+  memcpy(emulator::warp_slot(lane), b, 8);
+  emulator::syncwarp();
+  for (unsigned c = 0; c < 2; ++c) {
+    for (unsigned other = 0; other < 4; ++other) {
+      uint32_t theirs[2];
+      memcpy(theirs, emulator::warp_slot(4 * (2 * t + c) + other), 8);
+      for (unsigned r = 0; r < 2; ++r) {
+        halves<T>(theirs[r], pair);
+        for (unsigned i = 0; i < 2; ++i) columns[c][2 * other + i + 8 * r] = pair[i];
+      }
+    }
+  }
+  emulator::syncwarp();
+  for (unsigned i = 0; i < 4; ++i)
+    for (unsigned k = 0; k < 16; ++k) d[i] += rows[i / 2][k] * columns[i % 2][k];
+}
+
+template <class... Params, class... Args>
+cudaError_t launch(void (*kernel)(Params...), unsigned grid_x, unsigned grid_y, unsigned block, size_t shared_bytes,
+                   cudaStream_t, Args&&... args) {
+  return emulator::run(grid_x, grid_y, block, shared_bytes, [&] { kernel(args...); });
+}
+inline int multiprocessors() { return 2; }
+
+}  // namespace halfbyte::cuda
