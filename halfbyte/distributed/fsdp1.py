@@ -36,11 +36,12 @@ def wrap_policy(model: nn.Module, policy: Any = None) -> Any:
 
     Raises:
         ValueError: the policy, or the inference without one, matches no module: every rank would gather everything.
-        NotImplementedError: a packed layer has a trainable bias, which FSDP1 can't keep apart from the packed rows.
+        NotImplementedError: a packed layer has a trainable bias that is not float32.
 
     Note:
-        A frozen bias of another dtype than float32 can't join its layer's unit; pass `ignored_states=` what
-        `separate_biases(model)` lists, or let `HalfbyteFSDPStrategy` do it.
+        A trainable bias costs the rows of its layer a gradient of zeros, of their packed size, and its reduce-scatter:
+        FSDP1 can't keep the two apart. FSDP2 has no such cost. A frozen bias of another dtype than float32 can't join its
+        layer's unit: `HalfbyteFSDPStrategy` keeps it whole on every rank (`ignored_states=separate_biases(model)`).
     """
     from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -66,10 +67,10 @@ def units_of(model: nn.Module, policy: Any = None) -> dict[nn.Module, bool | dic
     for name, module in model.named_modules():
         if isinstance(module, PackedRows):
             bias = module._parameters.get("bias")
-            if bias is not None and bias.requires_grad:
+            if bias is not None and bias.requires_grad and bias.dtype != torch.float32:
                 raise NotImplementedError(
-                    f"halfbyte.distributed.wrap_policy: {name}.bias is trainable: FSDP1 would keep it in one flat parameter "
-                    "with the packed rows, which then get a gradient; freeze the bias, or use FSDP2 "
+                    f"halfbyte.distributed.wrap_policy: {name}.bias is trainable and {bias.dtype}: FSDP1 keeps it in one "
+                    "flat parameter with the packed rows, which is float32; freeze it, make it float32, or use FSDP2 "
                     "(halfbyte.distributed.fully_shard, HalfbyteFSDP2Strategy)"
                 )
             units[module] = {"mixed_precision": None}
@@ -88,7 +89,7 @@ def chosen_by(policy: Any, model: nn.Module, argument: str) -> dict[nn.Module, b
         asked = getattr(policy, "_module_classes", None) or getattr(policy, "keywords", {}).get("transformer_layer_cls")
         if isinstance(policy, set):
             asked = policy
-        names = ", ".join(sorted(f"{c.__module__}.{c.__qualname__}" for c in asked)) if asked else repr(policy)
+        names = ", ".join(sorted(f"{c.__module__}.{c.__qualname__}" for c in asked)) if asked else "the policy"
         raise ValueError(
             f"{argument}: {names} matches no module of {type(model).__name__}, so it would have no effect. Leave it out to "
             f"have it inferred, or choose from: {candidates(model)}"
@@ -137,4 +138,4 @@ def to_containers_(model: nn.Module) -> None:
 def separate_biases(model: nn.Module) -> list[nn.Parameter]:
     """Frozen biases of packed layers that can't share a unit with a float32 container: every rank keeps them whole."""
     biases = [m._parameters.get("bias") for m in model.modules() if isinstance(m, PackedRows)]
-    return [b for b in biases if b is not None and b.dtype != torch.float32]
+    return [b for b in biases if b is not None and not b.requires_grad and b.dtype != torch.float32]

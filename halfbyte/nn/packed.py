@@ -89,7 +89,8 @@ class PackedRows(nn.Module):
     def packed(self) -> Tensor:
         """The packed rows, shape (rows, row_bytes) uint8; under FSDP1 a view of the gathered container."""
         weight: Tensor = self.weight
-        return weight.view(torch.uint8) if self._contained else weight
+        # A trainable bias makes FSDP1's flat parameter require a gradient, and with it every view of it.
+        return weight.detach().view(torch.uint8) if self._contained else weight
 
     @property
     def _contained(self) -> bool:

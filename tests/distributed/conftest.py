@@ -1,4 +1,4 @@
-"""Makes `sharded_models` importable here."""
+"""Makes `sharded_models` and `ranks` importable here."""
 
 import sys
 from pathlib import Path

@@ -35,7 +35,7 @@ def count_collectives() -> None:
                 original: Any = original,
                 kind: str = kind,
                 at: int = whole_is,
-                keywords: Any = keywords,
+                where: Any = keywords,
                 **kw: Any,
             ) -> Any:
                 given = [kw[k] for k in where if k in kw]

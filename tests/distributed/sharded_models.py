@@ -1,13 +1,7 @@
-"""A small model with packed weights and adapters, its batches, and the start of two processes."""
+"""A small model with packed weights and adapters, and its batches."""
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,9 +10,7 @@ from torch import Tensor, nn
 
 from halfbyte.nn import QuantLinear
 
-HERE = Path(__file__).parent
 VOCABULARY, WIDTH, HIDDEN = 51, 64, 129
-TIMEOUT_S = 120
 
 
 class Adapted(nn.Module):
@@ -97,40 +89,3 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, ranks:
         optimizer.step()
         losses.append(sum(part.item() for part in parts) / len(parts))
     return losses
-
-
-def run_ranks(script: str, *arguments: str, world: int = 2) -> list[str]:
-    """Runs `script` beside this file once per rank; returns what each printed. No process outlives the timeout."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    environment = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(world),
-        "NODE_RANK": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
-    }
-    processes = [
-        subprocess.Popen(
-            [sys.executable, script, *arguments],
-            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(world)
-    ]
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    codes = [process.returncode for process in processes]
-    assert codes == [0] * world, "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(outputs))
-    return outputs

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
-from sharded_models import HERE, Model, run_ranks
+from ranks import run_ranks
+from sharded_models import Model
 from torch import nn
 
 from halfbyte.distributed import fully_shard
 
-RANKS = str(HERE / "fsdp2_ranks.py")
+RANKS = Path(__file__).with_name("fsdp2_ranks.py")
 
 
 def test_two_ranks_equal_one_process_and_gather_packed_bytes() -> None:

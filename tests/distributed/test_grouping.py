@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy as by_class
 
 from halfbyte.distributed import audit, wrap_policy
-from halfbyte.distributed.fsdp1 import chosen_by, units_of
+from halfbyte.distributed.fsdp1 import chosen_by, separate_biases, units_of
 from halfbyte.distributed.grouping import blocks, clean_name, shared_parameters, tables
 
 
@@ -132,10 +132,14 @@ def test_a_container_takes_dense_weights_and_rows_at_any_offset() -> None:
     assert torch.equal(layer.packed, rows)
 
 
-def test_a_trainable_bias_of_a_packed_layer_is_refused() -> None:
+def test_a_trainable_bias_needs_the_dtype_of_the_container() -> None:
     model = Model()
-    model.layers[1].up.base.bias.requires_grad_(True)
-    with pytest.raises(NotImplementedError, match=r"layers.1.up.base.bias is trainable.*HalfbyteFSDP2Strategy"):
+    bias = model.layers[1].up.base.bias
+    assert separate_biases(model) == []  # float32 and frozen: part of its layer's unit
+    bias.data = bias.data.to(torch.bfloat16)
+    assert separate_biases(model)[0] is bias
+    bias.requires_grad_(True)
+    with pytest.raises(NotImplementedError, match=r"layers.1.up.base.bias is trainable and torch.bfloat16.*FSDP2Strategy"):
         wrap_policy(model)
 
 
