@@ -15,7 +15,7 @@ from halfbyte.distributed.fsdp1 import chosen_by, separate_biases, wrap_policy
 from halfbyte.distributed.fsdp2 import fully_shard
 from halfbyte.distributed.grouping import clean_name, shared_parameters
 from halfbyte.nn.packed import PackedRows
-from halfbyte.optim import annotate_fsdp1
+from halfbyte.optim import Optimizer8bit, annotate_fsdp1
 from halfbyte.optim.sharding import is_dtensor
 from lightning_plugin.distribution import (
     FSDPStrategy,
@@ -121,12 +121,11 @@ class HalfbyteFSDPStrategy(FSDPStrategy):
     Raises:
         ValueError: a policy or checkpointing policy matches no module, or no block could be inferred; the text lists the
             candidates.
-        NotImplementedError: a packed layer has a trainable bias that is not float32.
+        NotImplementedError: a packed layer has a trainable bias that is not float32; NO_SHARD with trainable tied weights.
 
     Note:
-        State dicts have the keys, shapes and dtypes of a single process. Optimizers that keep 8-bit state can't be saved:
-        FSDP1 refuses uint8 optimizer state; use `HalfbyteFSDP2Strategy` with them. `halfbyte.optim.annotate_fsdp1` is
-        called after wrapping.
+        State dicts have the keys, shapes and dtypes of a single process; 8-bit moments are saved as float32, because FSDP1
+        refuses uint8 optimizer state, and restored exactly. `halfbyte.optim.annotate_fsdp1` is called after wrapping.
 
     Example:
         >>> from lightning_plugin import HalfbyteFSDPStrategy
@@ -156,7 +155,7 @@ class HalfbyteFSDPStrategy(FSDPStrategy):
         return root
 
     def _wrap(self, model: nn.Module) -> nn.Module:
-        from torch.distributed.fsdp import FullyShardedDataParallel
+        from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
 
         checkpointing = self._activation_checkpointing_kwargs
         if "auto_wrap_policy" in checkpointing:
@@ -164,16 +163,18 @@ class HalfbyteFSDPStrategy(FSDPStrategy):
         elif "check_fn" in checkpointing and not any(checkpointing["check_fn"](m) for m in model.modules()):
             chosen_by(set(), model, "activation_checkpointing")
         arguments = dict(self.kwargs)
+        on_cpu = self.root_device.type == "cpu"
+        if on_cpu and self.cpu_offload is not None and self.cpu_offload.offload_params:
+            raise ValueError(f"{type(self).__name__}: cpu_offload is for accelerators; on the CPU leave it out")
         ignored = [*(arguments.pop("ignored_states", None) or ()), *separate_biases(model)]
-        if self.world_size == 1:  # NO_SHARD with use_orig_params asserts on shared parameters (torch 2.13)
-            ignored += shared_parameters(model)
+        if self.world_size == 1 or self.sharding_strategy == ShardingStrategy.NO_SHARD:
+            ignored += self._tied_without_sharding(model)
         if ignored:
             arguments["ignored_states"] = ignored
             for parameter in ignored:  # FSDP leaves them where they are
                 if isinstance(parameter, nn.Parameter):
                     parameter.data = parameter.data.to(self.root_device)
         arguments["auto_wrap_policy"] = wrap_policy(model, arguments.get("auto_wrap_policy"))
-        on_cpu = self.root_device.type == "cpu"
         root = FullyShardedDataParallel(
             model,
             cpu_offload=self.cpu_offload,
@@ -186,13 +187,23 @@ class HalfbyteFSDPStrategy(FSDPStrategy):
         fsdp_module._setup_activation_checkpointing(root, checkpointing)
         return root
 
+    def _tied_without_sharding(self, model: nn.Module) -> list[nn.Parameter]:
+        """Tied parameters where nothing is sharded: FSDP1 with use_orig_params asserts on them (torch 2.13)."""
+        tied = shared_parameters(model)
+        if self.world_size > 1 and any(p.requires_grad for p in tied):
+            raise NotImplementedError(
+                f"{type(self).__name__}: sharding_strategy='NO_SHARD' with a trainable tied parameter of shape "
+                f"{tuple(tied[0].shape)} does not work in FSDP1; use strategy='ddp', which shards nothing either"
+            )
+        return tied
+
     def teardown(self) -> None:
         """Called at the end of every run."""
         vars(self.precision_plugin).pop("clip_grad_by_norm", None)
         super().teardown()
 
-    def _full_state(self) -> AbstractContextManager[Any]:
-        """Lightning's context for full state dicts, without the offload to the CPU that crashes there (torch 2.13)."""
+    def _state(self) -> AbstractContextManager[Any]:
+        """Lightning's contexts for state dicts, without the offload to the CPU that crashes there (torch 2.13)."""
         from torch.distributed.fsdp import (
             FullOptimStateDictConfig,
             FullStateDictConfig,
@@ -201,34 +212,46 @@ class HalfbyteFSDPStrategy(FSDPStrategy):
         )
 
         assert self.model is not None
+        if self._state_dict_type != "full":
+            return fsdp_module._get_sharded_state_dict_context(self.model)
+        offload = self.root_device.type != "cpu"
         return FullyShardedDataParallel.state_dict_type(
             self.model,
             StateDictType.FULL_STATE_DICT,
-            FullStateDictConfig(offload_to_cpu=False, rank0_only=False),
-            FullOptimStateDictConfig(offload_to_cpu=False, rank0_only=False),
+            FullStateDictConfig(offload_to_cpu=offload, rank0_only=offload),
+            FullOptimStateDictConfig(offload_to_cpu=offload, rank0_only=offload),
         )
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Called when a checkpoint is saved; a full one carries the formats of its packed rows."""
-        if self._state_dict_type != "full":
-            return super().lightning_module_state_dict()
-        if self.root_device.type != "cpu":
-            return with_metadata(super().lightning_module_state_dict(), self.lightning_module)
         assert self.model is not None
-        with self._full_state():
-            return with_metadata(self.model.state_dict(), self.lightning_module)
+        with self._state():
+            state = self.model.state_dict()
+        return with_metadata(state, self.lightning_module) if self._state_dict_type == "full" else state
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Called when a checkpoint is saved."""
-        if self._state_dict_type != "full" or self.root_device.type != "cpu":
-            return super().optimizer_state(optimizer)
+        """Called when a checkpoint is saved. 8-bit moments are saved as float32, from which they come back bit for bit."""
         from torch.distributed.fsdp import FullyShardedDataParallel, OptimStateKeyType
 
         assert self.model is not None
         optimizer = getattr(optimizer, "_optimizer", optimizer)
-        with self._full_state():
-            state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer)
-            return FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
+        own = optimizer.torch_state_dict() if isinstance(optimizer, Optimizer8bit) else None
+        with self._state():
+            state = FullyShardedDataParallel.optim_state_dict(self.model, optimizer, own)
+            if self._state_dict_type == "full" and state:
+                state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
+        return state
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Called when a run resumes; see `optimizer_state`."""
+        eight_bit = [o for o in self.optimizers if isinstance(o, Optimizer8bit)]
+        for optimizer in eight_bit:
+            vars(optimizer)["load_state_dict"] = optimizer.load_torch_state_dict
+        try:
+            return super().load_checkpoint(*args, **kwargs)
+        finally:
+            for optimizer in eight_bit:
+                del vars(optimizer)["load_state_dict"]
 
 
 _ROOT = "_halfbyte_fsdp_root"
