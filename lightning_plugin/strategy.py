@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from halfbyte.distributed.audit import audit
-from halfbyte.distributed.fsdp1 import chosen_by, separate_biases, wrap_policy
+from halfbyte.distributed.fsdp1 import chosen_by, separate_parameters, wrap_policy
 from halfbyte.distributed.fsdp2 import fully_shard
 from halfbyte.distributed.grouping import clean_name, shared_parameters
 from halfbyte.nn.packed import PackedRows
@@ -106,9 +106,11 @@ class HalfbyteFSDP2Strategy(ModelParallelStrategy):
 class HalfbyteFSDPStrategy(FSDPStrategy):
     """A drop-in for Lightning's `FSDPStrategy` (FSDP1) that shards packed weights, and dense models with a checked policy.
 
-    Packed weights are units of their own, as float32 containers with mixed precision off. Without `auto_wrap_policy` the
-    blocks are inferred from the model; a policy that matches nothing raises instead of gathering the whole model on every
-    rank. The result is audited and printed once. Gradients are clipped by the global norm. Runs on CPU with gloo too.
+    Packed weights are units of their own, as float32 containers with mixed precision off. Small frozen parameters of another
+    dtype than the rest of their unit (norms of a bfloat16 model beside float32 adapters) stay whole. Without
+    `auto_wrap_policy` the blocks are inferred from the model; a policy that matches nothing raises instead of gathering the
+    whole model on every rank. The result is audited and printed once. Gradients are clipped by the global norm. Runs on CPU
+    with gloo too.
     Registered as "fsdp_halfbyte".
 
     Args:
@@ -166,15 +168,17 @@ class HalfbyteFSDPStrategy(FSDPStrategy):
         on_cpu = self.root_device.type == "cpu"
         if on_cpu and self.cpu_offload is not None and self.cpu_offload.offload_params:
             raise ValueError(f"{type(self).__name__}: cpu_offload is for accelerators; on the CPU leave it out")
-        ignored = [*(arguments.pop("ignored_states", None) or ()), *separate_biases(model)]
+        policy = arguments.get("auto_wrap_policy")
+        ignored = separate_parameters(model, policy)
+        for item in arguments.pop("ignored_states", None) or ():  # modules or parameters
+            ignored += item.parameters() if isinstance(item, nn.Module) else [item]
         if self.world_size == 1 or self.sharding_strategy == ShardingStrategy.NO_SHARD:
             ignored += self._tied_without_sharding(model)
         if ignored:
             arguments["ignored_states"] = ignored
             for parameter in ignored:  # FSDP leaves them where they are
-                if isinstance(parameter, nn.Parameter):
-                    parameter.data = parameter.data.to(self.root_device)
-        arguments["auto_wrap_policy"] = wrap_policy(model, arguments.get("auto_wrap_policy"))
+                parameter.data = parameter.data.to(self.root_device)
+        arguments["auto_wrap_policy"] = wrap_policy(model, policy)
         root = FullyShardedDataParallel(
             model,
             cpu_offload=self.cpu_offload,

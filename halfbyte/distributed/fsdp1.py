@@ -16,7 +16,7 @@ from torch import nn
 from halfbyte.distributed.grouping import blocks, candidates, shared_parameters, tables
 from halfbyte.nn.packed import PackedRows
 
-__all__ = ["chosen_by", "separate_biases", "to_containers_", "units_of", "wrap_policy"]
+__all__ = ["chosen_by", "separate_parameters", "to_containers_", "units_of", "wrap_policy"]
 
 
 def wrap_policy(model: nn.Module, policy: Any = None) -> Any:
@@ -40,8 +40,8 @@ def wrap_policy(model: nn.Module, policy: Any = None) -> Any:
 
     Note:
         A trainable bias costs the rows of its layer a gradient of zeros, of their packed size, and its reduce-scatter:
-        FSDP1 can't keep the two apart. FSDP2 has no such cost. A frozen bias of another dtype than float32 can't join its
-        layer's unit: `HalfbyteFSDPStrategy` keeps it whole on every rank (`ignored_states=separate_biases(model)`).
+        FSDP1 can't keep the two apart. FSDP2 has no such cost. A unit is flattened into one dtype: pass
+        `ignored_states=separate_parameters(model)`, as `HalfbyteFSDPStrategy` does, if a model mixes dtypes.
     """
     from torch.distributed.fsdp.wrap import CustomPolicy
 
@@ -135,7 +135,36 @@ def to_containers_(model: nn.Module) -> None:
             module.to_container_()
 
 
-def separate_biases(model: nn.Module) -> list[nn.Parameter]:
-    """Frozen biases of packed layers that can't share a unit with a float32 container: every rank keeps them whole."""
-    biases = [m._parameters.get("bias") for m in model.modules() if isinstance(m, PackedRows)]
-    return [b for b in biases if b is not None and not b.requires_grad and b.dtype != torch.float32]
+def separate_parameters(model: nn.Module, policy: Any = None) -> list[nn.Parameter]:
+    """Frozen parameters that can't be flattened with the rest of their unit, which has another dtype.
+
+    Norms of a bfloat16 model beside float32 adapters, for example, or biases beside a float32 container. They are small:
+    every rank keeps them whole (`ignored_states=`), and `audit` lists them. Call it before `wrap_policy`.
+
+    Raises:
+        ValueError: trainable parameters of one unit differ in dtype.
+    """
+    units, names = units_of(model, policy), {m: name for name, m in model.named_modules()}
+    taken: set[int] = set()
+    separate: list[nn.Parameter] = []
+    for module in reversed(list(names)):  # children before their parents
+        if module not in units and module is not model:
+            continue
+        own = [p for p in module.parameters() if id(p) not in taken]
+        taken.update(id(p) for p in own)
+        if isinstance(module, PackedRows):
+            separate += [p for p in own if p.dtype not in (torch.uint8, torch.float32)]
+            continue
+        trained = {p.dtype for p in own if p.requires_grad}
+        if len(trained) > 1:
+            raise ValueError(
+                f"halfbyte.distributed: the trainable parameters of one FSDP1 unit must have one dtype, "
+                f"{names[module] or 'the root'} has {', '.join(sorted(map(str, trained)))}; cast them alike "
+                f"(HalfbytePrecision(trainable_dtype=...) does)"
+            )
+        sizes: dict[torch.dtype, int] = {}
+        for p in own:
+            sizes[p.dtype] = sizes.get(p.dtype, 0) + p.numel() * p.element_size()
+        kept = trained.pop() if trained else max(sizes, key=lambda dtype: sizes[dtype], default=torch.float32)
+        separate += [p for p in own if p.dtype != kept]
+    return separate

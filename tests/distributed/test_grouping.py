@@ -12,7 +12,7 @@ from torch.distributed.fsdp.wrap import CustomPolicy, ModuleWrapPolicy, size_bas
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy as by_class
 
 from halfbyte.distributed import audit, wrap_policy
-from halfbyte.distributed.fsdp1 import chosen_by, separate_biases, units_of
+from halfbyte.distributed.fsdp1 import chosen_by, separate_parameters, units_of
 from halfbyte.distributed.grouping import blocks, clean_name, shared_parameters, tables
 
 
@@ -135,12 +135,24 @@ def test_a_container_takes_dense_weights_and_rows_at_any_offset() -> None:
 def test_a_trainable_bias_needs_the_dtype_of_the_container() -> None:
     model = Model()
     bias = model.layers[1].up.base.bias
-    assert separate_biases(model) == []  # float32 and frozen: part of its layer's unit
+    assert separate_parameters(model) == []  # float32 and frozen: part of its layer's unit
     bias.data = bias.data.to(torch.bfloat16)
-    assert separate_biases(model)[0] is bias
+    assert [id(p) for p in separate_parameters(model)] == [id(bias)]
     bias.requires_grad_(True)
     with pytest.raises(NotImplementedError, match=r"layers.1.up.base.bias is trainable and torch.bfloat16.*FSDP2Strategy"):
         wrap_policy(model)
+
+
+def test_frozen_parameters_of_another_dtype_than_the_trained_ones_stay_outside() -> None:
+    model = Model()
+    for name, parameter in model.named_parameters():
+        if "norm" in name:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(torch.bfloat16)
+    assert {id(p) for p in separate_parameters(model)} == {id(p) for m in model.layers for p in m.norm.parameters()}
+    model.layers[2].norm.requires_grad_(True)
+    with pytest.raises(ValueError, match=r"one FSDP1 unit must have one dtype, layers.2 has torch.bfloat16, torch.float32"):
+        separate_parameters(model)
 
 
 def test_the_audit_of_a_model_that_is_not_sharded() -> None:

@@ -40,7 +40,7 @@ SIZES = {
 }
 
 
-def model_of(family: str, tied: bool, seed: int = 0, checkpointing: str = "") -> Any:
+def model_of(family: str, tied: bool, seed: int = 0, checkpointing: str = "", dtype: Any = torch.float32) -> Any:
     """LoRA with random B on a randomly initialized causal model; `checkpointing`: "", "reentrant" or "not"."""
     torch.manual_seed(seed)
     model = getattr(transformers, f"{family}ForCausalLM")(
@@ -51,6 +51,9 @@ def model_of(family: str, tied: bool, seed: int = 0, checkpointing: str = "") ->
             if name.endswith("proj.bias"):
                 torch.nn.init.normal_(parameter, std=0.1)
     model.config.use_cache = False
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", lora_dropout=0.0, init_lora_weights=False)
     adapted = get_peft_model(model, config)
     torch.manual_seed(seed + 1)  # how many numbers the layers drew depends on how they were built
@@ -137,6 +140,8 @@ def main(folder: Path) -> None:
         expected[family, tied], packed[family, tied] = module.losses, local_bytes(module)
     eight = Causal(AdamW8bit, family="Llama", tied=True)
     fit("auto", eight, devices=1)
+    low = Causal(family="Qwen2", tied=False, dtype=torch.bfloat16)
+    fit("auto", low, devices=1)
     accumulated = Causal(family="Llama", tied=True)
     fit("auto", accumulated, devices=1, accumulate_grad_batches=2)
     makers: dict[str, Any] = {
@@ -192,6 +197,17 @@ def main(folder: Path) -> None:
         module = Causal(family="Llama", tied=True)
         fit(HalfbyteFSDPStrategy(sharding_strategy=sharding), module)
         compare(f"fsdp1 {sharding}", mean(module.losses), expected["Llama", True])
+    for kind, make in makers.items():  # bfloat16 norms, biases and tables beside float32 adapters
+        module = Causal(family="Qwen2", tied=False, dtype=torch.bfloat16)
+        run = fit(make(), module)
+        compare(f"{kind} bf16 model", mean(module.losses), low.losses, 0.03)
+        outside = audit(run.strategy.model).outside
+        assert len(outside) == (3 * (2 + 3) if kind == "fsdp1" else 0), outside  # norms and biases of three blocks
+        first, path = Causal(family="Qwen2", tied=False, dtype=torch.bfloat16), folder / f"{kind}-bf16.ckpt"
+        resumed = Causal(family="Qwen2", tied=False, dtype=torch.bfloat16, seed=55)
+        fit(make(), first, SAVED_AT).save_checkpoint(path)
+        fit(make(), resumed, path=path)
+        compare(f"{kind} bf16 model resumed", first.losses + resumed.losses, module.losses, 0.0)
     with pytest.raises(ValueError, match="cpu_offload is for accelerators"):
         fit(HalfbyteFSDPStrategy(cpu_offload=True), Causal(family="Llama", tied=False))
 

@@ -118,14 +118,16 @@ def fsdp2(folder: Path) -> dict[str, Any]:
     def one_file() -> HalfbyteFSDP2Strategy:
         return HalfbyteFSDP2Strategy(save_distributed_checkpoint=False)
 
-    _, module = fit("fsdp2_halfbyte", callbacks=[QuantizationReport()])
+    callback = QuantizationReport()
+    _, module = fit("fsdp2_halfbyte", callbacks=[callback])
     weights = [m.weight for m in module.modules() if isinstance(m, QuantLinear)]
     assert len(weights) == 7 and all(w.dtype == torch.uint8 and w.to_local().shape[0] < w.shape[0] for w in weights)
     report = audit(module)
+    assert callback.wrap == report
     assert report.kind == "fsdp2" and len(report.units) == 4 and report.outside == ()
     seen: dict[str, Any] = {"losses": module.losses}
     seen["early"] = fit(HalfbyteFSDP2Strategy(), TowerModule("init"))[1].losses
-    seen["by_hand"] = fit(ModelParallelStrategy(2, 1), ShardedByHand())[1].losses
+    seen["by_hand"] = fit(ModelParallelStrategy(2, 1), ShardedByHand(), callbacks=[callback])[1].losses
     seen["full"] = saved_and_resumed(one_file, folder / "full.ckpt")
     seen["folder"] = saved_and_resumed(HalfbyteFSDP2Strategy, folder / "folder.ckpt")
     seen["runs"] = several_runs(HalfbyteFSDP2Strategy)
