@@ -110,8 +110,7 @@ class HalfbyteFSDPStrategy(FSDPStrategy):
     dtype than the rest of their unit (norms of a bfloat16 model beside float32 adapters) stay whole. Without
     `auto_wrap_policy` the blocks are inferred from the model; a policy that matches nothing raises instead of gathering the
     whole model on every rank. The result is audited and printed once. Gradients are clipped by the global norm. Runs on CPU
-    with gloo too.
-    Registered as "fsdp_halfbyte".
+    with gloo too. Registered as "fsdp_halfbyte".
 
     Args:
         auto_wrap_policy: as for `FSDPStrategy`: a set of classes or a policy; None: inferred.

@@ -13,7 +13,7 @@ from lightning_models import RESUME_AT, STEPS, batch, losses_by_hand, trainer
 from ranks import run_ranks
 from torch import nn
 
-from halfbyte import init_quantized
+from halfbyte import QuantizationError, init_quantized
 from halfbyte.nn import QuantLinear
 from lightning_plugin import HalfbyteFSDP2Strategy, HalfbyteFSDPStrategy, HalfbytePrecision, load_from_checkpoint
 
@@ -113,6 +113,19 @@ def test_the_audit_is_printed_once_on_rank_0(seen: dict, kind: str) -> None:
     assert "expected peak" not in seen[kind][1]["log"]
     # The callback says it where none of our strategies has: for a module sharded by its own configure_model.
     assert seen[kind][0]["log"].count("Wrap audit") == (1 if kind == "fsdp2" else 0)
+
+
+def test_a_module_that_is_sharded_already_is_left_alone_or_refused() -> None:
+    """`_fsdp_flattened` is FSDP1's mark on the pieces it shows; DTensors come from the worker's ShardedByHand."""
+    dense, packed = Tower(), tower()
+    for net in (dense, packed):
+        net.norm.weight._fsdp_flattened = True
+    with pytest.raises(QuantizationError, match=r"sharded before its layers were quantized: first, layers.0.up"):
+        HalfbytePrecision("nf4").convert_module(dense)
+    before = [id(p) for p in packed.parameters()]
+    assert [id(p) for p in HalfbytePrecision("nf4").convert_module(packed).parameters()] == before
+    with pytest.raises(QuantizationError, match=r"trainable_dtype=bfloat16 can't be applied"):
+        HalfbytePrecision("nf4", trainable_dtype="bfloat16").convert_module(packed)
 
 
 def test_registered_by_name() -> None:
