@@ -1,6 +1,6 @@
 """Native low-bit training for PyTorch: a quantized weight is one matrix of bytes."""
 
-from halfbyte import memory, nn, ops, optim
+from halfbyte import distributed, memory, nn, ops, optim
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.memory.report import Report, report, verify
@@ -16,6 +16,7 @@ __all__ = [
     "Report",
     "clear_workspace",
     "dequantize",
+    "distributed",
     "init_quantized",
     "memory",
     "nn",

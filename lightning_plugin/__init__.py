@@ -3,5 +3,13 @@
 from lightning_plugin.loading import load_from_checkpoint
 from lightning_plugin.precision import FabricHalfbytePrecision, HalfbytePrecision
 from lightning_plugin.report import QuantizationReport
+from lightning_plugin.strategy import HalfbyteFSDP2Strategy, HalfbyteFSDPStrategy
 
-__all__ = ["FabricHalfbytePrecision", "HalfbytePrecision", "QuantizationReport", "load_from_checkpoint"]
+__all__ = [
+    "FabricHalfbytePrecision",
+    "HalfbyteFSDP2Strategy",
+    "HalfbyteFSDPStrategy",
+    "HalfbytePrecision",
+    "QuantizationReport",
+    "load_from_checkpoint",
+]

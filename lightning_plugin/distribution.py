@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 __all__ = ["TRAINER_PACKAGE"]
 
@@ -30,9 +30,10 @@ if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
     from lightning.pytorch.plugins.precision.precision import Precision
-    from lightning.pytorch.strategies import Strategy
+    from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy, StrategyRegistry
     from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+    fsdp_module: Any  # its private helpers
     TRAINER_PACKAGE = "lightning.pytorch"
 else:
     TRAINER_PACKAGE, _FABRIC_PACKAGE = _chosen()
@@ -40,7 +41,10 @@ else:
     Callback, LightningModule, Trainer = _trainer.Callback, _trainer.LightningModule, _trainer.Trainer
     Precision = importlib.import_module(f"{TRAINER_PACKAGE}.plugins.precision.precision").Precision
     FSDPPrecision = importlib.import_module(f"{TRAINER_PACKAGE}.plugins.precision.fsdp").FSDPPrecision
-    Strategy = importlib.import_module(f"{TRAINER_PACKAGE}.strategies").Strategy
+    _strategies = importlib.import_module(f"{TRAINER_PACKAGE}.strategies")
+    Strategy, StrategyRegistry = _strategies.Strategy, _strategies.StrategyRegistry
+    FSDPStrategy, ModelParallelStrategy = _strategies.FSDPStrategy, _strategies.ModelParallelStrategy
+    fsdp_module = importlib.import_module(f"{TRAINER_PACKAGE}.strategies.fsdp")
     _utilities = importlib.import_module(f"{TRAINER_PACKAGE}.utilities")
     rank_zero_info, rank_zero_warn = _utilities.rank_zero_info, _utilities.rank_zero_warn
     FabricPrecision = importlib.import_module(f"{_FABRIC_PACKAGE}.plugins.precision.precision").Precision
@@ -49,12 +53,16 @@ else:
 __all__ += [
     "Callback",
     "FSDPPrecision",
+    "FSDPStrategy",
     "FabricFSDPPrecision",
     "FabricPrecision",
     "LightningModule",
+    "ModelParallelStrategy",
     "Precision",
     "Strategy",
+    "StrategyRegistry",
     "Trainer",
+    "fsdp_module",
     "rank_zero_info",
     "rank_zero_warn",
 ]

@@ -23,6 +23,7 @@ from halfbyte.nn.init import entered
 from halfbyte.nn.packed import PackedRows, as_dtype
 from halfbyte.nn.settings import InitSettings, active_settings
 from halfbyte.nn.skip import SkipRules, dense_reason
+from halfbyte.optim.sharding import is_dtensor
 from lightning_plugin.distribution import (
     TRAINER_PACKAGE,
     FabricFSDPPrecision,
@@ -85,6 +86,8 @@ class _HalfbyteMixin:
         Raises:
             QuantizationError: the module has no quantized layer at the end.
         """
+        if any(is_dtensor(p) or getattr(p, "_fsdp_flattened", False) for p in module.parameters()):
+            return self._accept_sharded(module)
         rules = SkipRules(self.skip)
         reasons = rules.of_model(module)
         reasons.update((m, reason) for m in module.modules() if (reason := dense_reason(m)))
@@ -106,6 +109,23 @@ class _HalfbyteMixin:
         if self.trainable_dtype is not None:
             cast_trainable_(module, self.trainable_dtype)
         return module
+
+    def _accept_sharded(self, module: nn.Module) -> nn.Module:
+        """A module that is sharded already (FSDP2 in `configure_model`, a second run) stays as it is, or is refused."""
+        if any(isinstance(m, PackedRows) for m in module.modules()):
+            dtype = self.trainable_dtype
+            if dtype is not None and any(p.requires_grad and p.dtype != dtype for p in module.parameters()):
+                raise QuantizationError(
+                    f"{type(self).__name__}: trainable_dtype={_name_of(dtype)} can't be applied to a module that is sharded "
+                    f"already; cast its trainable parameters before fully_shard"
+                )
+            return module
+        names = [name for name, m in module.named_modules() if isinstance(m, nn.Linear)]
+        raise QuantizationError(
+            f"{type(self).__name__}: the module was sharded before its layers were quantized: {', '.join(names[:5])}. Build "
+            f"it in configure_model, where it is quantized from birth, and shard it after that.",
+            names=names,
+        )
 
     def module_init_context(self) -> AbstractContextManager:
         """`init_quantized` without its demand that something was built.

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from torch import nn
 
+from halfbyte.distributed import WrapReport, audit
 from halfbyte.memory.report import Report, report
 from lightning_plugin.distribution import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
+from lightning_plugin.strategy import HalfbyteFSDP2Strategy, HalfbyteFSDPStrategy
 
 __all__ = ["QuantizationReport"]
 
@@ -17,8 +19,11 @@ class QuantizationReport(Callback):
     a part of the model is in eval mode: Lightning never calls `train()`, and `from_pretrained` returns models in eval
     mode, where dropout and gradient checkpointing are silently off.
 
+    A model sharded by FSDP is audited as well; our own strategies have printed that when they wrapped the model.
+
     Attributes:
         report: the `Report` of the last fit, or None.
+        wrap: the `WrapReport` of the last fit, or None if the model is not sharded.
 
     Example:
         >>> import lightning.pytorch as L
@@ -28,11 +33,16 @@ class QuantizationReport(Callback):
 
     def __init__(self) -> None:
         self.report: Report | None = None
+        self.wrap: WrapReport | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called by the Trainer when the strategy has set the model up, before weights of an FSDP checkpoint arrive."""
         self.report = report(pl_module)
         rank_zero_info(f"Quantization report\n{self.report}")
+        wrap = audit(trainer.strategy.model or pl_module)
+        self.wrap = None if wrap.kind == "none" else wrap
+        if self.wrap is not None and not isinstance(trainer.strategy, (HalfbyteFSDP2Strategy, HalfbyteFSDPStrategy)):
+            rank_zero_info(f"Wrap audit\n{self.wrap}")
         if trainer.is_global_zero:
             metrics = {"halfbyte/bytes": float(self.report.bytes), "halfbyte/dense_bytes": float(self.report.dense_bytes)}
             for logger in trainer.loggers:

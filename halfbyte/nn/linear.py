@@ -154,6 +154,7 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             name == "weight"
             and isinstance(value, nn.Parameter)
             and value.is_floating_point()
+            and not self._contained  # FSDP1 assigns its float32 views
             and tuple(value.shape) == self.weight_shape
         ):
             dequantize_linear_(self, value)

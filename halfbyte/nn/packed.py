@@ -63,6 +63,12 @@ def dense_buffer(shape: tuple[int, int], dtype: torch.dtype, device: torch.devic
     return _dense_buffer.bytes[:size].view(dtype).view(shape)
 
 
+def _as_floats(rows: Tensor) -> Tensor:
+    """Packed rows viewed as float32; rows inside a mapped file may start at any byte and are copied then."""
+    rows = rows.contiguous()
+    return (rows.clone() if rows.storage_offset() % 4 else rows).view(torch.float32)
+
+
 class PackedRows(nn.Module):
     """Mixin of modules whose `weight` is a packed matrix: (rows, row_bytes) uint8, `weight_shape` = (rows, K) dense.
 
@@ -73,6 +79,7 @@ class PackedRows(nn.Module):
     format: Format
     compute_dtype: torch.dtype | None
     dense_dtype: torch.dtype
+
     @property
     def weight_shape(self) -> tuple[int, int]:
         """(rows, K) of the dense weight."""
@@ -80,9 +87,24 @@ class PackedRows(nn.Module):
 
     @property
     def packed(self) -> Tensor:
-        """The packed rows, shape (rows, row_bytes) uint8."""
+        """The packed rows, shape (rows, row_bytes) uint8; under FSDP1 a view of the gathered container."""
         weight: Tensor = self.weight
-        return weight
+        # A trainable bias makes FSDP1's flat parameter require a gradient, and with it every view of it.
+        return weight.detach().view(torch.uint8) if self._contained else weight
+
+    @property
+    def _contained(self) -> bool:
+        """Whether `weight` holds the rows viewed as float32; see `to_container_`."""
+        return bool(self.__dict__.get("_in_container", False))
+
+    def to_container_(self) -> None:
+        """Views the rows as float32, shape (rows, row_bytes / 4), for FSDP1, whose flat parameters must be floating.
+
+        Called by `halfbyte.distributed.wrap_policy`. No byte changes; state dicts still hold uint8 under the same key.
+        """
+        if not self._contained:
+            self.__dict__["_in_container"] = True
+            self._parameters["weight"] = nn.Parameter(_as_floats(self.weight.data), requires_grad=False)
 
     def _init_packed(
         self, format: str | Format, compute_dtype: torch.dtype | str | None, dtype: torch.dtype | None, device: Any
@@ -120,9 +142,7 @@ class PackedRows(nn.Module):
         if not isinstance(dense_weight, Tensor) or dense_weight.dtype not in FLOAT_DTYPES:
             raise TypeError(f"quantize_: dense_weight must be a {FLOAT_NAMES} tensor, got {describe(dense_weight)}")
         if tuple(dense_weight.shape) != self.weight_shape:
-            raise ValueError(
-                f"quantize_: dense_weight must have shape {self.weight_shape}, got {tuple(dense_weight.shape)}"
-            )
+            raise ValueError(f"quantize_: dense_weight must have shape {self.weight_shape}, got {tuple(dense_weight.shape)}")
         packed = quantize(dense_weight, self.format)
         if self.weight.is_meta:
             self.weight = nn.Parameter(packed, requires_grad=False)
@@ -131,6 +151,9 @@ class PackedRows(nn.Module):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self._contained:
+            # Called by FSDP1 while the unit is gathered; keep_vars promises the variable, which has another dtype here.
+            destination[prefix + "weight"] = destination[prefix + "weight"].detach().view(torch.uint8)
         # Rows of nf4 and fp4 (int8 and fp8) of one K look alike: what they are travels in the metadata, which survives
         # torch.save and torch.load(weights_only=True).
         metadata = getattr(destination, "_metadata", None)
@@ -160,9 +183,9 @@ class PackedRows(nn.Module):
                 state_dict[key] = quantize(value.detach(), self.format).to(
                     value.device if local_metadata.get("assign_to_params_buffers") else self.weight.device
                 )
-        super()._load_from_state_dict(
-            state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
-        )
+            if self._contained:
+                state_dict = {**state_dict, key: _as_floats(state_dict[key])}
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _cannot_load(self, value: Tensor, local_metadata: dict[str, Any]) -> str | None:
         """Why `value` can't become this module's rows, or None."""

@@ -1,4 +1,4 @@
-"""Makes `lightning_models` importable here and in the processes that tests start."""
+"""Makes `lightning_models` (and tests/distributed/ranks.py) importable here and in the processes that tests start."""
 
 import sys
 import warnings
@@ -8,6 +8,7 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 
 
 @pytest.fixture(autouse=True)

@@ -1,0 +1,50 @@
+"""Starts the processes of a distributed test."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT_S = 150
+
+
+def run_ranks(script: Path, *arguments: str, world: int = 2) -> list[str]:
+    """Runs `script` once per rank and returns what each printed. No process outlives the timeout."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    environment = {
+        **os.environ,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+        "WORLD_SIZE": str(world),
+        "NODE_RANK": "0",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "ignore",
+        "PYTHONPATH": str(ROOT),
+    }
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(script), *arguments],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(world)
+    ]
+    deadline = time.monotonic() + TIMEOUT_S
+    try:
+        outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    codes = [process.returncode for process in processes]
+    assert codes == [0] * world, "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(outputs))
+    return outputs
