@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from torch import nn
 
@@ -126,7 +127,7 @@ def tell_config(module: nn.Module) -> None:
     Attention layers of transformers otherwise take the dtype of the first `nn.Linear`'s weight for the model's and cast
     float32 queries to it, uint8 here. The mark is transformers' own and is not saved.
     """
-    config = getattr(module, "config", None)
+    config: Any = getattr(module, "config", None)
     if hasattr(config, "to_dict") and hasattr(config, "dtype"):
         config._is_quantized = True
 
