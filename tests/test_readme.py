@@ -56,3 +56,19 @@ def test_code_with_lightning_trains(tmp_path: Path) -> None:
 def test_links_lead_somewhere() -> None:
     for target in re.findall(r"\]\(([^)#:]+)\)", README):
         assert (ROOT / target).exists(), target
+
+
+def test_code_with_bitsandbytes_folders_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from peft_bridge import export_bitsandbytes, load_model
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 96}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(tmp_path / "dense")
+    monkeypatch.chdir(tmp_path)
+    export_bitsandbytes(load_model("dense", "nf4"), "folder-saved-by-bitsandbytes")
+    names: dict[str, object] = {}
+    exec(CODE[2], names)
+    first = (tmp_path / "folder-saved-by-bitsandbytes/model.safetensors").read_bytes()
+    assert (tmp_path / "theirs/model.safetensors").read_bytes() == first
+    assert (tmp_path / "ours/config.json").is_file()
