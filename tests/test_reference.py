@@ -315,7 +315,7 @@ def test_dq_scale_is_rounded_once():
 @given(
     u=st.integers(0, 255),
     step=st.one_of(st.floats(0, 2.0**100, width=32), st.floats(0, 2.0**-24, width=32)),
-    low=st.one_of(st.floats(0, 2.0**120, width=32), st.integers(0, 2**24 - 1).map(lambda m: 1 + m * 2.0**-23)),
+    low=st.one_of(st.floats(0, 2.0**120, width=32), st.integers(0, 2**23 - 1).map(lambda m: 1 + m * 2.0**-23)),
 )
 def test_dq_scale_is_a_fused_multiply_add(u, step, low):
     exact = rounded(u * Fraction(step) + Fraction(low))
