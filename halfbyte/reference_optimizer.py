@@ -80,12 +80,10 @@ def nearest_code(x: Array, signed: bool) -> Codes:
 
 
 def encode_block(x: Array, signed: bool) -> tuple[Codes, np.float32]:
-    """One block of moments to codes and scale; NaN or Inf in it: scale NaN and the codes of 0."""
+    """One block of finite moments to codes and scale."""
     x = flush(np.asarray(x, np.float32))
     absmax = np.max(np.abs(x), initial=np.float32(0))
     zero = np.uint8(127 if signed else 0)
-    if not np.all(np.isfinite(x)):
-        return np.full(x.shape, zero), np.float32(np.nan)
     if absmax == 0:
         return np.full(x.shape, zero), np.float32(0)
     quarter = np.float32(0.25 if absmax > np.float32(2.0**126) else 1)  # keeps the reciprocal a normal number
@@ -228,8 +226,9 @@ def step(rule: Rule, param: Array, grad: Array, state: State, h: Hyper, count: i
                     for i, (c, s) in enumerate(zip(state.codes, state.scales, strict=True))
                 ]
                 out[r, at], updated = update(rule, out[r, at], g[r, at], moments, h, count)
-                for i, moment in enumerate(updated):
-                    codes, scale = encode_block(moment, signed=i == 0)
+                finite = np.logical_and.reduce([np.isfinite(moment) for moment in updated])
+                for i, moment in enumerate(updated):  # moments that are not all finite start over
+                    codes, scale = encode_block(np.where(finite, moment, np.float32(0)), signed=i == 0)
                     new.codes[i].reshape(rows, length)[r, at] = codes
                     new.scales[i][r, b] = scale
     return out.reshape(param.shape), new

@@ -232,6 +232,26 @@ class HalfbytePrecision(_HalfbyteMixin, FSDPPrecision):
         self._fsdp_root = model if hasattr(model, "clip_grad_norm_") else None
         return super().connect(model, optimizers, lr_schedulers)
 
+    def pre_backward(self, tensor: torch.Tensor, module: Any) -> torch.Tensor:
+        """Refuses what an optimizer that steps during backward cannot do.
+
+        Raises:
+            NotImplementedError: an optimizer with `fused_backward` and gradient clipping or accumulation.
+        """
+        trainer = module.trainer
+        if any(getattr(optimizer, "fused_backward", False) for optimizer in trainer.optimizers):
+            if trainer.gradient_clip_val:
+                raise NotImplementedError(
+                    f"fused_backward=True steps during backward, before Trainer(gradient_clip_val="
+                    f"{trainer.gradient_clip_val}) could clip the gradients; use one or the other"
+                )
+            if trainer.accumulate_grad_batches > 1:
+                raise NotImplementedError(
+                    f"fused_backward=True steps after every backward, so Trainer(accumulate_grad_batches="
+                    f"{trainer.accumulate_grad_batches}) would not accumulate; use one or the other"
+                )
+        return Precision.pre_backward(self, tensor, module)
+
     def clip_grad_by_norm(self, optimizer: Optimizer, clip_val: int | float) -> None:
         """Clips the gradients to a total norm of `clip_val`, over all ranks."""
         if self._fsdp_root is not None:
@@ -244,7 +264,6 @@ class HalfbytePrecision(_HalfbyteMixin, FSDPPrecision):
         self._fsdp_root = None
 
     # FSDPPrecision's versions serve a gradient scaler.
-    pre_backward = Precision.pre_backward
     optimizer_step = Precision.optimizer_step
 
 

@@ -8,6 +8,7 @@ namespace halfbyte::cpu::optimizer {
 namespace {
 
 constexpr float kBelowTwo = 1.99999988f;  // the largest float below 2
+constexpr uint32_t kInfBits = 0x7F800000u;
 constexpr int kGroup = 4 * kWidth;        // elements that are encoded together
 
 // map(code) of first moments.
@@ -40,6 +41,11 @@ inline Ints magnitude(const DynamicMap& map, Floats a, Ints& nearest_tie) {
   const Ints e = map.first_exponent ? add_ints(c, splat_bits(uint32_t(map.first_exponent))) : c;
   return truncated(from_bits(add_ints(bits(clamped), shift_left<23>(e))));
 }
+
+// The largest |moment| of a block, as bits.
+struct MomentMaxima {
+  uint32_t first, second;
+};
 
 // Corrects the codes of `count` elements against the exact midpoints. About one group in 200 comes here.
 template <bool SIGNED>
@@ -79,13 +85,28 @@ inline void encode_group(const float* x, float factor, uint8_t* codes) {
   if (any_below(nearest_tie, 2 * kNearTie)) [[unlikely]] settle_ties<SIGNED>(x, factor, codes, VECTORS * kWidth);
 }
 
+// Moments that are not both finite become 0 and leave their block's scales alone; returns the scales' bits. `second` may be null.
+[[gnu::noinline, gnu::cold]] MomentMaxima restart_non_finite(float* first, float* second, int64_t count) {
+  MomentMaxima most{};
+  for (int64_t i = 0; i < count; ++i) {
+    if (!is_finite(first[i]) || (second && !is_finite(second[i]))) {
+      first[i] = 0.0f;
+      if (second) second[i] = 0.0f;
+    }
+    const uint32_t a = float_bits(first[i]) & 0x7FFFFFFFu, b = second ? float_bits(second[i]) & 0x7FFFFFFFu : 0;
+    if (a > most.first) most.first = a;
+    if (b > most.second) most.second = b;
+  }
+  return most;
+}
+
 // x[0..count) -> codes and their scale. x holds kStateBlock floats, zero from `count` to the next multiple of kWidth;
-// `absmax_bits` is the largest |x| as bits. A block that holds NaN or Inf gets the scale NaN.
+// `absmax_bits` is the largest |x| as bits, a finite number.
 template <bool SIGNED>
 inline void encode_block(float* x, int64_t count, uint32_t absmax_bits, uint8_t* codes, float* scale) {
   constexpr uint8_t kZeroCode = SIGNED ? 127 : 0;
-  if (absmax_bits == 0 || absmax_bits >= 0x7F800000u) [[unlikely]] {
-    *scale = absmax_bits ? bits_float(kNaNBits) : 0.0f;
+  if (absmax_bits == 0) [[unlikely]] {
+    *scale = 0.0f;
     memset(codes, kZeroCode, size_t(count));
     return;
   }

@@ -129,8 +129,11 @@ void update_block(const OptimizerBlock<P, G>& block, int64_t count, float* first
     gather_max(i);
   }
   if (stochastic) round_stochastic(fresh, count, index, s.seed, s.step, block.param);
-  encode_block<true>(first, count, largest(first_max), block.first_codes, first_scale);
-  if constexpr (kTwo) encode_block<false>(second, count, largest(second_max), block.second_codes, second_scale);
+  MomentMaxima most{largest(first_max), largest(second_max)};
+  if (most.first >= kInfBits || most.second >= kInfBits) [[unlikely]]
+    most = restart_non_finite(first, kTwo ? second : nullptr, count);
+  encode_block<true>(first, count, most.first, block.first_codes, first_scale);
+  if constexpr (kTwo) encode_block<false>(second, count, most.second, block.second_codes, second_scale);
 }
 
 template <OptimizerRule RULE, class P, class G>

@@ -84,10 +84,9 @@ HALFBYTE_HD inline uint32_t settle(const float* midpoint, float a, uint32_t m, b
 // What a block is encoded with: x * prescale * factor are its normalized values.
 struct BlockEncoder {
   float scale, prescale, factor;
-  bool coded;  // false: an all-zero block, or one that holds NaN or Inf
+  bool coded;  // false: an all-zero block
 };
 HALFBYTE_HD inline BlockEncoder block_encoder(uint32_t absmax_bits) {
-  if (absmax_bits >= 0x7F800000u) return {bits_float(kNaNBits), 1.0f, 0.0f, false};
   if (absmax_bits == 0) return {0.0f, 1.0f, 0.0f, false};
   const float scale = bits_float(absmax_bits);
   const float prescale = scale > 0x1p126f ? 0.25f : 1.0f;  // the reciprocal would be subnormal, that is 0
@@ -139,6 +138,8 @@ HALFBYTE_HD inline Updated update_element(const OptimizerScalars& s, float param
   } else {
     out.param = fma_ftz(-s.step_size, s.nesterov ? fma_ftz(s.momentum, out.first, g) : out.first, param);
   }
+  // Moments that are not both finite start over, and leave their block's scales alone.
+  if (!is_finite(out.first) || !is_finite(out.second)) out.first = out.second = 0.0f;
   return out;
 }
 

@@ -2,8 +2,8 @@
 
 The rules are those of `torch.optim` in float32, with the moments coded in 8 bits per block of 256 elements of a row;
 `halfbyte.reference_optimizer` writes them out. Results do not depend on the instruction set or the number of threads.
-Subnormal numbers count as zero. A block with a NaN or an Inf in its new moment gets the scale NaN: the next step makes
-its parameters NaN, never silently wrong.
+Subnormal numbers count as zero. A NaN or an Inf in a gradient reaches the parameter as in `torch.optim` and stays in that
+element: the moments of an element that are not all finite are stored as 0, so its neighbours keep their scales.
 """
 
 from __future__ import annotations

@@ -119,6 +119,7 @@ class AdamW8bit(_Adam):
         seed: of the stochastic rounding; the same on every rank.
         offload: keeps the state in host memory and streams it through the device during the step.
         fused_backward: steps each parameter as soon as its gradient is ready and frees it; `step()` then does nothing.
+            What looks at all gradients after backward (norm clipping, accumulation over several backwards) finds none.
 
     Raises:
         ValueError: a hyper-parameter out of its range.

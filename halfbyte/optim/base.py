@@ -46,7 +46,7 @@ class Optimizer8bit(Optimizer):
         self, params: ParamsT, defaults: dict[str, Any], *, offload: bool = False, fused_backward: bool = False
     ) -> None:
         self._offload = offload
-        self._fused_backward = fused_backward
+        self.fused_backward = fused_backward
         super().__init__(params, defaults)
 
     # -- what a rule defines
@@ -79,7 +79,7 @@ class Optimizer8bit(Optimizer):
                     f"{type(self).__name__}: {self._describe(group, i)} is complex ({p.dtype}); supported are real "
                     "float parameters: pass torch.view_as_real of it"
                 )
-        if self._fused_backward:
+        if self.fused_backward:
             backward.attach(self, len(self.param_groups) - 1, group["params"])
 
     @torch.no_grad()
@@ -99,7 +99,7 @@ class Optimizer8bit(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        if self._fused_backward:
+        if self.fused_backward:
             if getattr(self, "found_inf", None) is not None:
                 raise NotImplementedError(
                     f"{type(self).__name__}: fused_backward cannot be used with GradScaler, which looks at all "
@@ -131,7 +131,7 @@ class Optimizer8bit(Optimizer):
         Raises:
             ValueError: the optimizer was built without fused_backward, or has none of the module's parameters.
         """
-        if not self._fused_backward:
+        if not self.fused_backward:
             raise ValueError(f"{type(self).__name__}.attach_ddp: build the optimizer with fused_backward=True")
         backward.attach_ddp(self, ddp)
 
@@ -164,11 +164,11 @@ class Optimizer8bit(Optimizer):
             after.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_offload": self._offload, "_fused_backward": self._fused_backward}
+        return {**super().__getstate__(), "_offload": self._offload, "fused_backward": self.fused_backward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if state.get("_fused_backward", False):  # a copy or an unpickled optimizer: its parameters have no hooks yet
+        if state.get("fused_backward", False):  # a copy or an unpickled optimizer: its parameters have no hooks yet
             for index, group in enumerate(self.param_groups):
                 backward.attach(self, index, group["params"])
         for group in self.param_groups:

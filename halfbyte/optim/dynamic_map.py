@@ -66,13 +66,15 @@ def encode_state(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
         signed: first moment (True) or second (False).
 
     Returns:
-        Codes, uint8 of the same shape, and scales, float32 (N, ceil(K / 256)). A block with NaN or Inf has scale NaN.
+        Codes, uint8 of the same shape, and scales, float32 (N, ceil(K / 256)). NaN and Inf are
+        stored as 0, as a step does.
     """
     rows, length, blocks = row_blocks(values.shape)
-    x = torch.nn.functional.pad(values.float().reshape(rows, length), (0, blocks * STATE_BLOCK - length))
+    x = torch.where(values.isfinite(), values.float(), 0.0)
+    x = torch.nn.functional.pad(x.reshape(rows, length), (0, blocks * STATE_BLOCK - length))
     x = x.view(rows, blocks, STATE_BLOCK)
     scales = x.abs().amax(-1) if x.numel() else x.new_zeros(rows, blocks)
-    valid = torch.isfinite(scales) & (scales > 0)
+    valid = scales > 0
     normalized = (x.double() / torch.where(valid, scales, 1.0).double()[..., None]) * valid[..., None]
     if signed:
         # Ties go to the smaller magnitude, so negative values are coded by their mirror image around code 127.
@@ -82,7 +84,6 @@ def encode_state(values: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     else:
         codes = torch.bucketize(normalized, _midpoints(False).to(x.device))
     codes = torch.where(valid[..., None], codes, zero_code(signed)).to(torch.uint8)
-    scales = torch.where(torch.isfinite(scales), scales, torch.nan)
     codes = codes.view(rows, blocks * STATE_BLOCK)[:, :length].reshape(values.shape)
     return codes.contiguous(), scales.contiguous()
 

@@ -39,7 +39,6 @@ INHERITED = {
         "on_save_checkpoint",
         "optimizer_step",
         "post_backward",
-        "pre_backward",
         "predict_step_context",
         "test_step_context",
         "train_step_context",
@@ -393,3 +392,21 @@ def test_bases() -> None:
     assert isinstance(HalfbytePrecision(), Precision)
     assert isinstance(FabricHalfbytePrecision(), FabricPrecision)
     assert len(Batches()) == 64
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"gradient_clip_val": 0.5}, r"before Trainer\(gradient_clip_val=0.5\) could clip"),
+        ({"accumulate_grad_batches": 2}, r"Trainer\(accumulate_grad_batches=2\) would not accumulate"),
+    ],
+)
+def test_fused_backward_refuses_what_it_would_ignore(arguments: dict[str, float], message: str) -> None:
+    class Fused(Module):
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            trainable = [p for p in self.parameters() if p.requires_grad]
+            return halfbyte.optim.AdamW8bit(trainable, lr=LR, fused_backward=True)
+
+    with pytest.raises(NotImplementedError, match=message):
+        trainer(HalfbytePrecision("nf4"), **arguments).fit(Fused(), Batches())
+    trainer(HalfbytePrecision("nf4")).fit(Fused(), Batches())
