@@ -32,6 +32,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -230,6 +231,65 @@ def _timing(samples: list[float], quiet: list[float]) -> Timing:
     low, high = ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
     median = statistics.median(quiet) if len(quiet) >= 5 else low
     return Timing(median, low, high, ordered[0], len(samples), len(quiet))
+
+
+def anonymous_bytes() -> int:
+    """Anonymous resident memory of this process: pages of mapped checkpoint files don't count."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+class PeakMemory:
+    """`with PeakMemory() as memory:` samples `anonymous_bytes` every 5 ms; `memory.bytes` is the most above the start."""
+
+    def __enter__(self) -> PeakMemory:
+        self._start = self._most = anonymous_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.005):
+            self._most = max(self._most, anonymous_bytes())
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self._most = max(self._most, anonymous_bytes())
+
+    @property
+    def bytes(self) -> int:
+        return self._most - self._start
+
+
+def in_child(script: str, *arguments: str, timeout: float = 1800) -> dict[str, Any]:
+    """Runs `script` in a process of its own, whose memory is nobody else's; returns the JSON on the last line it prints."""
+    done = subprocess.run(
+        [sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=True, timeout=timeout
+    )
+    return dict(json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def save_table(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], path: Path | None) -> None:
+    """Prints a table and writes it as JSON with the environment; `table.py` puts it into README.md.
+
+    Args:
+        name: of the benchmark.
+        title: what was measured, in one sentence with its units.
+        columns: headings; the first one names the row.
+        rows: strings and numbers, one per column.
+        path: None: benchmarks/results/NAME-ISA.json.
+    """
+    env = environment()
+    target = path or ROOT / "benchmarks" / "results" / f"{name}-{env['isa']}.json"
+    target.parent.mkdir(parents=True, exist_ok=True)
+    content = {"benchmark": name, "environment": env, "title": title, "columns": [*columns], "rows": [[*r] for r in rows]}
+    target.write_text(json.dumps(content, indent=1) + "\n")
+    print(f"\n{title}")
+    for row in [columns, *rows]:
+        print("  ".join(f"{value:<34}" if i == 0 else f"{value!s:>16}" for i, value in enumerate(row)))
+    print(f"wrote {target}")
 
 
 class Report:

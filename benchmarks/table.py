@@ -25,15 +25,26 @@ This file is made from `results/*.json` by `python benchmarks/table.py`.
 """
 
 
-def table(result: dict[str, Any]) -> str:
-    """One benchmark's comparisons as Markdown."""
+def heading(result: dict[str, Any]) -> list[str]:
+    """Name, hardware and versions."""
     env = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    where = f"{env['cpu']}, {env['isa']}, {env['threads']} threads; {versions}; commit {env['commit']}."
+    return [f"## {result['benchmark']}", "", where, ""]
+
+
+def plain(result: dict[str, Any]) -> str:
+    """A benchmark that is one table (harness.save_table) as Markdown."""
+    lines = [*heading(result), result["title"], "", "| " + " | ".join(result["columns"]) + " |"]
+    lines.append("|---|" + "---:|" * (len(result["columns"]) - 1))
+    lines += ["| " + " | ".join(str(value) for value in row) + " |" for row in result["rows"]]
+    return "\n".join(lines) + "\n"
+
+
+def comparisons(result: dict[str, Any]) -> str:
+    """A benchmark's interleaved comparisons as Markdown."""
     lines = [
-        f"## {result['benchmark']}",
-        "",
-        f"{env['cpu']}, {env['isa']}, {env['threads']} threads; {versions}; commit {env['commit']}.",
-        "",
+        *heading(result),
         "| work | case | ms | low .. high | times ours | quiet samples |",
         "|---|---|---:|---|---:|---:|",
     ]
@@ -53,7 +64,7 @@ def table(result: dict[str, Any]) -> str:
 def main() -> None:
     """Rewrites or checks benchmarks/README.md."""
     results = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
-    text = "\n".join([HEAD, *(table(result) for result in results)])
+    text = "\n".join([HEAD, *(comparisons(r) if "comparisons" in r else plain(r) for r in results)])
     target = HERE / "README.md"
     if "--check" in sys.argv:
         if target.read_text() != text:
