@@ -22,6 +22,7 @@ from halfbyte.nn.skip import mark_dense
 from halfbyte.ops.quantize import quantize
 from peft_bridge.bitsandbytes import ReadBitsandbytes
 from peft_bridge.config import METHOD, HalfbyteConfig
+from peft_bridge.originals import record_originals
 from peft_bridge.plan import Plan, describe_modules, is_described, pack_module_, plan_layers
 
 FRESH = "not in the checkpoint: newly initialized"
@@ -82,6 +83,7 @@ class HalfbyteQuantizer(HfQuantizer):
         wanted = marks.pop("wanted", None)
         self._reader = ReadBitsandbytes(wanted) if marks.pop("bitsandbytes", False) else None
         self._plan = Plan()
+        self._files: list[str] | None = None
         self._dtypes: dict[str, torch.dtype] = {}  # of every layer that may become packed, as the model was built
 
     # ---- before the weights: the model is on meta -------------------------------------------------------------------
@@ -100,6 +102,7 @@ class HalfbyteQuantizer(HfQuantizer):
                 "HalfbyteConfig: distributed_config (tensor parallelism) is not supported with packed rows; "
                 "load without it and shard with FSDP"
             )
+        self._files = kwargs.get("checkpoint_files")
         self._plan = plan_layers(model, self.quantization_config)
         if self._reader is not None:  # an output embedding that the checkpoint holds quantized is a wish like any other
             self._reader.dense = plan_layers(model, HalfbyteConfig(skip=())).reasons
@@ -176,6 +179,7 @@ class HalfbyteQuantizer(HfQuantizer):
         if not any(isinstance(module, PackedRows) for module in model.modules()):
             raise nothing_quantized(model, "HalfbyteConfig")
         self._describe(model)
+        record_originals(model, self._files)
         # PEFT's prepare_model_for_kbit_training reads it: no upcast to float32, checkpointing and input gradients on.
         # `is_loaded_in_4bit` would do too, but makes TRL cast the adapters to bfloat16 whatever the user chose.
         model.hqq_quantized = True  # type: ignore[assignment]
