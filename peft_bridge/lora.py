@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
 from halfbyte.nn.settings import InitSettings, paused, register_host
 from halfbyte.nn.skip import mark_dense
+from peft_bridge.methods import accept_unsupported, refuse_unsupported
 from peft_bridge.originals import decompose, original_weight
 from peft_bridge.patch import WhileActive
 
@@ -109,10 +110,10 @@ class HalfbyteLoraLinear(LoraLinear):
             super().update_layer(adapter_name, *args, **{**kwargs, "config": plain})
         scaling = self.scaling[adapter_name]
         A, B = decompose(weight, base, config, self.r[adapter_name], scaling)
-        dtype = base.compute_dtype or base.dense_dtype  # the adapter's at first, whatever PEFT casts it to later
+        dtype: Any = base.compute_dtype or base.dense_dtype  # the adapter's, before PEFT may cast it
         A, B = A.to(dtype).contiguous(), B.to(dtype).contiguous()
         for adapters, value in ((self.lora_A, A), (self.lora_B, B)):
-            parameter = adapters[adapter_name].weight
+            parameter: Any = adapters[adapter_name].weight
             if not parameter.is_meta:  # PEFT is about to load it (low_cpu_mem_usage)
                 parameter.data = value.to(parameter.dtype)
         base.quantize_(weight - scaling * (B.float() @ A.float()))
@@ -250,6 +251,7 @@ def install() -> None:
     """
     if _Original.method is not None:
         return
+    refuse_unsupported()
     original = LoraModel._create_new_module
     parameters = list(inspect.signature(original).parameters)
     if parameters != ["lora_config", "adapter_name", "target", "kwargs"]:
@@ -280,6 +282,7 @@ def uninstall() -> None:
     if _Original.method is not None:
         LoraModel._create_new_module = staticmethod(_Original.method)  # type: ignore[method-assign]
         _Original.method = None
+    accept_unsupported()
 
 
 def dense_adapters(settings: InitSettings) -> AbstractContextManager[None]:
