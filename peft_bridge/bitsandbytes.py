@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.core_model_loading import ConversionOps
-from transformers.pytorch_utils import Conv1D
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.base import HfQuantizer
 
 from halfbyte.checkpoint.bitsandbytes import KEYS, StoredLayer, export_state_dict, read_layer
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
+from halfbyte.nn.conv1d import linear_shape, linear_weight
 from halfbyte.nn.linear import QuantLinear
 from halfbyte.nn.packed import PackedRows
 from halfbyte.ops.dequantize import dequantize
@@ -115,12 +115,16 @@ class ReadBitsandbytes(ConversionOps):
         weight = tensors.get(f"{owner}.weight")
         module = model.get_submodule(owner) if owner != full_layer_name else None
         try:
-            if not isinstance(module, nn.Linear):
+            shape = None if module is None else linear_shape(module)
+            if module is None or shape is None:
                 if len(tensors) > 1 or weight is None:
                     kind = type(module).__name__
                     raise QuantizationError(f"{owner} is quantized in the checkpoint, but packed rows can't be in a {kind}")
                 return {full_layer_name: _as_built(model, full_layer_name, parameter, weight)}
-            stored = read_layer(tensors, owner, (module.out_features, module.in_features))
+            # Dense as the module has it, which a Conv1D stores transposed: no layer of bitsandbytes.
+            alone = weight if len(tensors) == 1 and weight is not None and weight.is_floating_point() else None
+            dense = alone is not None and alone.shape == parameter.shape
+            stored = None if dense else read_layer(tensors, owner, shape)
             value = weight if stored is None else self._placed(owner, module, stored)
         except QuantizationError as error:
             self.problems[owner] = str(error)
@@ -130,7 +134,7 @@ class ReadBitsandbytes(ConversionOps):
             value = _as_built(model, full_layer_name, parameter, value)
         return {full_layer_name: value}
 
-    def _placed(self, name: str, module: nn.Linear, stored: StoredLayer) -> Tensor:
+    def _placed(self, name: str, module: nn.Module, stored: StoredLayer) -> Tensor:
         """The rows if the module can hold them, else the dense weight, (N, K) float32."""
         if self.wanted is not None and stored.format not in (None, self.wanted):
             raise QuantizationError(
@@ -143,9 +147,12 @@ class ReadBitsandbytes(ConversionOps):
             self.formats[name] = stored.format
             return stored.weight
         self.reasons[name] = f"dequantized on loading: {reason}"
-        if stored.format is None:
-            return stored.weight
-        return dequantize(stored.weight, stored.format, module.in_features, torch.float32)
+        dense = stored.weight
+        if stored.format is not None:
+            shape = linear_shape(module)
+            assert shape is not None
+            dense = dequantize(stored.weight, stored.format, shape[1], torch.float32)
+        return linear_weight(module, dense)
 
     @property
     def reverse_op(self) -> ConversionOps:
@@ -207,7 +214,7 @@ def export_bitsandbytes(
             f"export_bitsandbytes: model must be a transformers model without adapters, got {type(model).__name__}; "
             f"merge_and_unload() or unload() them first"
         )
-    layers = {name: module for name, module in model.named_modules() if isinstance(module, (nn.Linear, Conv1D))}
+    layers = {name: module for name, module in model.named_modules() if linear_shape(module)}
     packed = {name: module.format for name, module in layers.items() if isinstance(module, QuantLinear)}
     if not packed:
         raise QuantizationError("export_bitsandbytes: no layer is packed; save_pretrained saves a dense model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import warnings
@@ -20,9 +21,12 @@ from torch import Tensor, nn
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
 from halfbyte.nn.settings import InitSettings, paused, register_host
 from halfbyte.nn.skip import mark_dense
+from peft_bridge.methods import accept_unsupported, refuse_unsupported
+from peft_bridge.originals import decompose, original_weight
 from peft_bridge.patch import WhileActive
 
 _INITIALIZERS = (True, False, "gaussian", "orthogonal", "eva")
+_FROM_ORIGINAL = ("pissa", "pissa_niter_[n]", "olora", "loftq")
 
 
 class HalfbyteLoraLinear(LoraLinear):
@@ -33,6 +37,13 @@ class HalfbyteLoraLinear(LoraLinear):
     `merge_error`, and `unmerge()` brings the original rows back bit by bit (a packed copy is kept in between).
     `merge_and_unload()` ends in a dense `nn.Linear`, with nothing lost.
 
+    PiSSA, OLoRA and LoftQ start from the original weight, which is read again from the checkpoint: the rows become the
+    quantization of what the adapters leave of it, so base and adapters together are closer to the original than its plain
+    quantization. The base of such an adapter is therefore not the checkpoint's. `PeftModel.from_pretrained` on a freshly
+    quantized base decomposes again, with the same result, and needs the dense checkpoint for it. Without it, save the
+    modified base too (`model.unload().save_pretrained(...)`) and the adapter with `init_lora_weights=True` in its config.
+    PEFT's `path_initial_model_for_weight_conversion` makes an ordinary adapter for the *dense* original.
+
     PEFT constructs it for every `QuantLinear` it is to adapt; no code of a user's needs to.
 
     Args:
@@ -42,7 +53,10 @@ class HalfbyteLoraLinear(LoraLinear):
         **kwargs: what PEFT hands to its own `lora.Linear`: r, lora_alpha, ...
 
     Raises:
-        NotImplementedError: `init_lora_weights` decomposes the original weight (PiSSA, OLoRA, LoftQ, CorDA, ...).
+        NotImplementedError: `init_lora_weights` is CorDA, LoRA-GA or MiCA, or KaSA is asked for, or a second adapter is to
+            decompose a base that holds the residual of a first.
+        QuantizationError: PiSSA, OLoRA or LoftQ, and the original weight can't be read again.
+        ValueError: LoftQ for another number of bits than the format has.
 
     Attributes:
         merge_error: after `merge()`: norm of what packing lost, relative to the norm of the merged update; else None.
@@ -61,14 +75,49 @@ class HalfbyteLoraLinear(LoraLinear):
         """Called by PEFT for every adapter that is added to the layer."""
         config: Any = kwargs["config"]
         packed = self._packed_base() is not None
-        if packed and config.init_lora_weights not in _INITIALIZERS:
+        if packed and _decomposes(config.init_lora_weights):
+            self._start_from_original(adapter_name, *args, **kwargs)
+            return
+        kasa = getattr(config, "kasa_config", None) is not None
+        if packed and (kasa or config.init_lora_weights not in _INITIALIZERS):
+            what = "kasa_config" if kasa else f"init_lora_weights={config.init_lora_weights!r}"
             raise NotImplementedError(
-                f"init_lora_weights={config.init_lora_weights!r} decomposes the original weight, which packed rows no "
-                f"longer hold; supported on packed layers: {', '.join(map(repr, _INITIALIZERS))}"
+                f"{what} rewrites or decomposes the dense weight, which packed rows don't hold; supported on packed layers: "
+                f"init_lora_weights = {', '.join(map(repr, (*_INITIALIZERS, *_FROM_ORIGINAL)))}"
             )
         reads_weight = config.use_dora or config.init_lora_weights == "orthogonal"  # the latter: only its dtype
         with self._dense_base() if packed and reads_weight else nullcontext():
             super().update_layer(adapter_name, *args, **kwargs)
+
+    @torch.no_grad()
+    def _start_from_original(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        """PiSSA, OLoRA, LoftQ: adapters from the original weight, rows from what they leave of it."""
+        base, config = self._packed_base(), kwargs["config"]
+        assert base is not None
+        other = base.__dict__.get("residual_of")
+        if other is not None:
+            raise NotImplementedError(
+                f"init_lora_weights={config.init_lora_weights!r}: the packed base already holds the residual of adapter "
+                f"{other!r}; load the base anew, or give the second adapter init_lora_weights=True"
+            )
+        weight = original_weight(base)
+        bits = config.loftq_config.get("loftq_bits", base.format.bits)  # an empty dict for the others
+        if bits != base.format.bits:
+            raise ValueError(f"loftq_bits must be {base.format.bits} for a base in {base.format}, got {bits}")
+        plain = copy.copy(config)
+        plain.init_lora_weights = True
+        with self._dense_base(weight):  # DoRA takes its norms from it, which base and adapters together keep
+            super().update_layer(adapter_name, *args, **{**kwargs, "config": plain})
+        scaling = self.scaling[adapter_name]
+        A, B = decompose(weight, base, config, self.r[adapter_name], scaling)
+        dtype: Any = base.compute_dtype or base.dense_dtype  # the adapter's, before PEFT may cast it
+        A, B = A.to(dtype).contiguous(), B.to(dtype).contiguous()
+        for adapters, value in ((self.lora_A, A), (self.lora_B, B)):
+            parameter: Any = adapters[adapter_name].weight
+            if not parameter.is_meta:  # PEFT is about to load it (low_cpu_mem_usage)
+                parameter.data = value.to(parameter.dtype)
+        base.quantize_(weight - scaling * (B.float() @ A.float()))
+        base.__dict__["residual_of"] = adapter_name
 
     @torch.no_grad()
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
@@ -149,15 +198,16 @@ class HalfbyteLoraLinear(LoraLinear):
         return base if isinstance(base, QuantLinear) else None
 
     @contextmanager
-    def _dense_base(self) -> Iterator[nn.Linear]:
-        """Presents a dense float32 copy of the base, sharing its bias; the packed rows are not touched."""
+    def _dense_base(self, weight: Tensor | None = None) -> Iterator[nn.Linear]:
+        """Presents a dense float32 base, sharing its bias, with the given weight or a copy of the base's own."""
         packed = self._packed_base()
         assert packed is not None
         dense: Any = nn.Linear.__new__(nn.Linear)  # __init__ would allocate, and draw, a weight
         nn.Module.__init__(dense)
         dense.in_features, dense.out_features = packed.in_features, packed.out_features
-        dense.weight = nn.Parameter(packed.dequantize(torch.float32), requires_grad=False)
-        dense.bias = packed.bias
+        weight = packed.dequantize(torch.float32) if weight is None else weight
+        # Not by assignment: under low_cpu_mem_usage PEFT sends every parameter that is registered to meta.
+        dense._parameters.update(weight=nn.Parameter(weight, requires_grad=False), bias=packed.bias)
         dense.compute_dtype = packed.compute_dtype or packed.dense_dtype  # the dtype PEFT gives a new adapter
         self.base_layer = dense
         try:
@@ -180,6 +230,12 @@ class HalfbyteLoraLinear(LoraLinear):
         return device, dtype
 
 
+def _decomposes(initializer: Any) -> bool:
+    """Whether an `init_lora_weights` starts from the original weight and leaves a residual as the base."""
+    name = initializer.lower() if isinstance(initializer, str) else ""
+    return name in ("pissa", "olora", "loftq") or name.startswith("pissa_niter_")
+
+
 # ---- registration ---------------------------------------------------------------------------------------------------
 
 
@@ -195,6 +251,7 @@ def install() -> None:
     """
     if _Original.method is not None:
         return
+    refuse_unsupported()
     original = LoraModel._create_new_module
     parameters = list(inspect.signature(original).parameters)
     if parameters != ["lora_config", "adapter_name", "target", "kwargs"]:
@@ -225,6 +282,7 @@ def uninstall() -> None:
     if _Original.method is not None:
         LoraModel._create_new_module = staticmethod(_Original.method)  # type: ignore[method-assign]
         _Original.method = None
+    accept_unsupported()
 
 
 def dense_adapters(settings: InitSettings) -> AbstractContextManager[None]:

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from halfbyte.formats import Format
+from halfbyte.nn.conv1d import linear_shape
 from halfbyte.nn.embedding import quantize_embedding_
 from halfbyte.nn.linear import quantize_linear_
 from halfbyte.nn.packed import PackedRows, as_dtype
@@ -23,7 +24,7 @@ class Plan:
     """What a load is to produce.
 
     Attributes:
-        formats: for each dense `nn.Linear` or `nn.Embedding` that is to be packed, by module name.
+        formats: for each dense `nn.Linear`, `Conv1D` or `nn.Embedding` that is to be packed, by module name.
         reasons: for each that is to stay dense, by module name.
     """
 
@@ -40,9 +41,9 @@ def plan_layers(model: PreTrainedModel, config: HalfbyteConfig) -> Plan:
     defaults = set(get_keys_to_not_convert(model)) if config.skip is None else set()
     table_format = None if config.embedding_format is None else Format.parse(config.embedding_format)
     for name, module in model.named_modules():
-        if not isinstance(module, (nn.Linear, nn.Embedding)) or isinstance(module, PackedRows):
+        linear = linear_shape(module) is not None
+        if not (linear or isinstance(module, nn.Embedding)) or isinstance(module, PackedRows):
             continue
-        linear = isinstance(module, nn.Linear)
         format = Format.parse(config.format) if linear else table_format
         reason = own.get(module)
         if name in tied:
@@ -59,9 +60,9 @@ def plan_layers(model: PreTrainedModel, config: HalfbyteConfig) -> Plan:
 
 
 def pack_module_(module: nn.Module, format: Format, compute_dtype: str | None) -> None:
-    """Turns a dense `nn.Linear` or `nn.Embedding` into its packed class where it stands; on meta only shapes change."""
+    """Turns a dense linear layer or `nn.Embedding` into its packed class where it stands; on meta only shapes change."""
     dtype = as_dtype("compute_dtype", compute_dtype)
-    if isinstance(module, nn.Linear):
+    if linear_shape(module):
         quantize_linear_(module, format, dtype)
     else:
         assert isinstance(module, nn.Embedding)

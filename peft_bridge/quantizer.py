@@ -13,6 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
+from halfbyte.nn.conv1d import is_conv1d, linear_shape, linear_weight
 from halfbyte.nn.convert import nothing_quantized
 from halfbyte.nn.embedding import QuantEmbedding, dequantize_embedding_
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
@@ -21,6 +22,7 @@ from halfbyte.nn.skip import mark_dense
 from halfbyte.ops.quantize import quantize
 from peft_bridge.bitsandbytes import ReadBitsandbytes
 from peft_bridge.config import METHOD, HalfbyteConfig
+from peft_bridge.originals import record_originals
 from peft_bridge.plan import Plan, describe_modules, is_described, pack_module_, plan_layers
 
 FRESH = "not in the checkpoint: newly initialized"
@@ -81,6 +83,7 @@ class HalfbyteQuantizer(HfQuantizer):
         wanted = marks.pop("wanted", None)
         self._reader = ReadBitsandbytes(wanted) if marks.pop("bitsandbytes", False) else None
         self._plan = Plan()
+        self._files: list[str] | None = None
         self._dtypes: dict[str, torch.dtype] = {}  # of every layer that may become packed, as the model was built
 
     # ---- before the weights: the model is on meta -------------------------------------------------------------------
@@ -99,13 +102,14 @@ class HalfbyteQuantizer(HfQuantizer):
                 "HalfbyteConfig: distributed_config (tensor parallelism) is not supported with packed rows; "
                 "load without it and shard with FSDP"
             )
+        self._files = kwargs.get("checkpoint_files")
         self._plan = plan_layers(model, self.quantization_config)
         if self._reader is not None:  # an output embedding that the checkpoint holds quantized is a wish like any other
             self._reader.dense = plan_layers(model, HalfbyteConfig(skip=())).reasons
         self._dtypes = {
-            f"{name}.weight": module.weight.dtype
+            f"{name}.weight": module.get_parameter("weight").dtype
             for name, module in model.named_modules()
-            if type(module) in (nn.Linear, nn.Embedding)
+            if type(module) in (nn.Linear, nn.Embedding) or is_conv1d(module)
         }
 
     # ---- called by the loader per key --------------------------------------------------------------------------------
@@ -118,10 +122,12 @@ class HalfbyteQuantizer(HfQuantizer):
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Bytes per dense element: device maps and the CUDA allocator's warm-up are computed from it before loading."""
-        format = self._plan.formats.get(param_name.removesuffix(".weight"))
+        owner = param_name.removesuffix(".weight")
+        format = self._plan.formats.get(owner)
         if format is None or param.dtype == torch.uint8 or not param_name.endswith(".weight"):
             return param.element_size()
-        return format.row_bytes(param.shape[-1]) / param.shape[-1]
+        columns = param.shape[0 if is_conv1d(model.get_submodule(owner)) else -1]
+        return format.row_bytes(columns) / columns
 
     def get_quantize_ops(self) -> ConversionOps:
         """The operation for keys that `param_needs_quantization`."""
@@ -147,7 +153,7 @@ class HalfbyteQuantizer(HfQuantizer):
         if value.shape != module.weight.shape:
             del self._plan.formats[owner]
             return value
-        packed = quantize(value, format)
+        packed = quantize(linear_weight(module, value), format)
         pack_module_(module, format, self.quantization_config.compute_dtype)
         return packed
 
@@ -173,6 +179,7 @@ class HalfbyteQuantizer(HfQuantizer):
         if not any(isinstance(module, PackedRows) for module in model.modules()):
             raise nothing_quantized(model, "HalfbyteConfig")
         self._describe(model)
+        record_originals(model, self._files)
         # PEFT's prepare_model_for_kbit_training reads it: no upcast to float32, checkpointing and input gradients on.
         # `is_loaded_in_4bit` would do too, but makes TRL cast the adapters to bfloat16 whatever the user chose.
         model.hqq_quantized = True  # type: ignore[assignment]
@@ -205,33 +212,33 @@ class HalfbyteQuantizer(HfQuantizer):
             raise _unsound(problems)
 
     def _adopt(self, name: str, module: Any, dtype: torch.dtype) -> str | None:
-        """Packs the class of one `nn.Linear` or `nn.Embedding` if its weight is rows; returns what is wrong with it."""
+        """Packs the class of one linear layer or `nn.Embedding` if its weight is rows; returns what is wrong with it."""
         config, weight = self.quantization_config, module.weight
-        linear = isinstance(module, nn.Linear)
-        rows, columns = (
-            (module.out_features, module.in_features) if linear else (module.num_embeddings, module.embedding_dim)
-        )
+        linear = linear_shape(module)
+        dense = linear or (module.num_embeddings, module.embedding_dim)
+        if is_conv1d(module):
+            dense = dense[::-1]
         if weight.dtype != torch.uint8:
             promised = is_described(name, config.modules) if config.modules else name in self._plan.formats
             if promised and not getattr(weight, "_is_hf_initialized", False):
                 return "its packed rows are missing from the checkpoint"
             if promised and config.modules:
                 return f"it must be packed, the checkpoint holds it as {weight.dtype}"
-            if tuple(weight.shape) != (rows, columns):
-                return f"its dense weight must have shape {(rows, columns)}, got {tuple(weight.shape)}"
+            if tuple(weight.shape) != dense:
+                return f"its dense weight must have shape {dense}, got {tuple(weight.shape)}"
             return None
         named = config.format if linear else config.embedding_format
         if self._reader is not None and linear:
             named = str(self._reader.formats[name])
         if named is None:
             return "the checkpoint holds packed rows, but its config has no embedding_format"
-        module._parameters["weight"] = nn.Parameter(torch.empty(rows, columns, dtype=dtype, device="meta"))
+        module._parameters["weight"] = nn.Parameter(torch.empty(dense, dtype=dtype, device="meta"))
         pack_module_(module, Format.parse(named), config.compute_dtype)
         expected = tuple(module.weight.shape)
         module.weight = weight
         if tuple(weight.shape) != expected:
             return (
-                f"{named} rows for {columns} columns must have shape {expected}, got {tuple(weight.shape)}; "
+                f"{named} rows for {module.weight_shape[1]} columns must have shape {expected}, got {tuple(weight.shape)}; "
                 f"were they quantized with another format?"
             )
         return None
@@ -257,7 +264,7 @@ class HalfbyteQuantizer(HfQuantizer):
         return None, {}
 
     def _describe(self, model: PreTrainedModel) -> None:
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))}
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) or linear_shape(m)}
         packed = [name for name, module in layers.items() if isinstance(module, PackedRows)]
         self.quantization_config.modules = describe_modules(packed, layers.keys() - set(packed))
 

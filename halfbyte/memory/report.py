@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.errors import QuantizationError
+from halfbyte.nn.conv1d import is_conv1d, linear_shape
 from halfbyte.nn.packed import PackedRows
 from halfbyte.nn.skip import dense_reason
 
@@ -126,7 +127,7 @@ def report(model: nn.Module) -> Report:
             packed_weight = module.weight.numel() * module.weight.element_size()
             dense = size - packed_weight + dense_weight
             rows.append(ReportRow(name, str(module.format), size, dense))
-        elif isinstance(module, (nn.Linear, nn.Embedding)):
+        elif isinstance(module, nn.Embedding) or linear_shape(module):
             rows.append(ReportRow(name, None, size, size, dense_reason(module)))
         else:
             rest += size
@@ -160,8 +161,11 @@ def verify(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None 
             problem = _unsound(module)
             if problem:
                 problems[name] = problem
-        elif type(module) is nn.Linear and not module.weight.requires_grad and not dense_reason(module):
-            problems[name] = "asked for but dense: a frozen nn.Linear in a quantized model"
+        elif type(module) is nn.Linear or is_conv1d(module):
+            frozen = not module.get_parameter("weight").requires_grad
+            if frozen and not dense_reason(module):
+                kind = "nn.Linear" if type(module) is nn.Linear else "Conv1D"
+                problems[name] = f"asked for but dense: a frozen {kind} in a quantized model"
     if problems:
         listed = "; ".join(f"{name}: {problem}" for name, problem in list(problems.items())[:5])
         raise QuantizationError(f"verify: {len(problems)} modules are not sound: {listed}", names=problems)

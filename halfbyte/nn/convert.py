@@ -11,6 +11,7 @@ from torch import nn
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.memory.report import Report, report
+from halfbyte.nn.conv1d import linear_shape
 from halfbyte.nn.embedding import quantize_embedding_
 from halfbyte.nn.linear import quantize_linear_
 from halfbyte.nn.packed import PackedRows, as_dtype
@@ -72,14 +73,14 @@ def convert_layers_(
     caller: str = "quantize_model",
 ) -> None:
     """`quantize_model` with the modules that stay dense given, each with its reason."""
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) or linear_shape(m)]
     for _, module in _with_progress(layers, progress):
         if isinstance(module, PackedRows):
             continue
         if module in reasons:
-            if isinstance(module, nn.Linear) or table_format is not None:
+            if linear_shape(module) or table_format is not None:
                 mark_dense(module, reasons[module])
-        elif isinstance(module, nn.Linear):
+        elif linear_shape(module):
             quantize_linear_(module, format, compute_dtype)
         elif table_format is not None and module.max_norm is None:
             quantize_embedding_(module, table_format, compute_dtype)

@@ -17,12 +17,13 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
+from halfbyte.nn.conv1d import is_conv1d
 from halfbyte.nn.hosts import import_bridges
 from halfbyte.nn.initializers import Initializers
-from halfbyte.nn.linear import QuantLinear, dequantize_linear_
+from halfbyte.nn.linear import QuantLinear, dequantize_linear_, quantize_linear_
 from halfbyte.nn.packed import reusing_dense_buffer
 from halfbyte.nn.settings import InitSettings, active_settings, hosts, on_dense, owner_of, paused, stack
-from halfbyte.nn.skip import mark_dense, tell_config
+from halfbyte.nn.skip import dense_reason, mark_dense, tell_config
 from halfbyte.ops.quantize import FLOAT_DTYPES
 
 __all__ = ["entered", "init_quantized"]
@@ -169,9 +170,13 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
     if settings is None or child is None:
         return
     for path, module in child.named_modules():
+        partial = f"{name}.{path}" if path else name
+        if is_conv1d(module) and not settings.rules.by_name(partial) and not dense_reason(module):
+            born = quantize_linear_(module, settings.format, settings.compute_dtype)
+            settings.born.add(born)
+            settings.built += 1
         if type(module) is not QuantLinear or module not in settings.born:
             continue
-        partial = f"{name}.{path}" if path else name
         reason = settings.rules.by_name(partial) or settings.rules.by_owner(parent, partial)
         if not reason:
             tell_config(parent)
@@ -184,6 +189,7 @@ def _make_dense(layer: QuantLinear, reason: str, fresh: bool) -> None:
     # Straight after construction nobody has initialized the layer yet, so it is drawn anew in full precision; a name
     # that matches further up may concern a layer its builder has filled in the meantime, so its values are kept.
     shape, device, dtype = layer.weight_shape, layer.weight.device, layer.dense_dtype
+    fresh = fresh and "dense_class" not in layer.__dict__  # a Conv1D has drawn its values already
     if layer.weight.is_meta or fresh:
         values = torch.empty(shape, device=device, dtype=dtype)
     else:

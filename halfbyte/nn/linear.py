@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.formats import Format
+from halfbyte.nn.conv1d import linear_shape, linear_weight
 from halfbyte.nn.packed import PackedRows, as_dtype, dense_buffer
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
@@ -162,21 +163,24 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         super().__setattr__(name, value)
 
 
-def quantize_linear_(linear: nn.Linear, format: Format, compute_dtype: torch.dtype | None) -> QuantLinear:
+def quantize_linear_(linear: nn.Module, format: Format, compute_dtype: torch.dtype | None) -> QuantLinear:
     """Turns a dense layer into a QuantLinear where it stands: hooks, names and references to the module stay valid.
 
-    The dense weight is released as soon as its rows exist. Its `_is_hf_initialized` mark (set by transformers' loader)
-    is handed on.
+    The layer is an `nn.Linear`, or a `Conv1D` of transformers, of whose transposed weight the rows are made. The dense
+    weight is released as soon as its rows exist. Its `_is_hf_initialized` mark (set by transformers' loader) is handed on.
     """
-    weight = linear.weight
-    shape = (linear.out_features, format.row_bytes(linear.in_features))
+    weight: Any = linear.weight
+    shape = linear_shape(linear)
+    assert shape is not None
     if weight.is_meta:
-        packed = torch.empty(shape, dtype=torch.uint8, device="meta")
+        packed = torch.empty((shape[0], format.row_bytes(shape[1])), dtype=torch.uint8, device="meta")
     else:
-        packed = quantize(weight.detach(), format)
+        packed = quantize(linear_weight(linear, weight.detach()), format)
+    if not isinstance(linear, nn.Linear):
+        linear.__dict__.update(dense_class=type(linear), out_features=shape[0], in_features=shape[1])
     linear._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
     if getattr(weight, "_is_hf_initialized", False):
-        linear.weight._is_hf_initialized = True  # type: ignore[attr-defined]
+        linear.weight._is_hf_initialized = True  # type: ignore[union-attr]
     linear.__class__ = QuantLinear
     assert isinstance(linear, QuantLinear)
     linear.format, linear.compute_dtype, linear.dense_dtype = format, compute_dtype, weight.dtype
@@ -184,10 +188,12 @@ def quantize_linear_(linear: nn.Linear, format: Format, compute_dtype: torch.dty
 
 
 def dequantize_linear_(linear: QuantLinear, weight: nn.Parameter) -> nn.Linear:
-    """The inverse of `quantize_linear_`: the module becomes a dense `nn.Linear` with the given weight (N, K)."""
+    """The inverse of `quantize_linear_`: the module becomes the dense layer it was, with the given weight (N, K)."""
     for name in ("format", "compute_dtype", "dense_dtype"):
         linear.__dict__.pop(name, None)
-    linear.__class__ = nn.Linear  # type: ignore[assignment]
+    linear.__class__ = linear.__dict__.pop("dense_class", nn.Linear)
     dense: nn.Linear = linear
+    if not isinstance(dense, nn.Linear):
+        weight = nn.Parameter(linear_weight(dense, weight.detach()), requires_grad=weight.requires_grad)
     dense._parameters["weight"] = weight
     return dense

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from halfbyte.nn.conv1d import is_conv1d, linear_shape
 from halfbyte.ops.quantize import FLOAT_DTYPES
 
 DEFAULT_SKIP = ("lm_head", "score", "classifier", "embed_out")
@@ -70,11 +71,13 @@ class SkipRules:
         """Every linear or embedding of `model` that must stay dense, with the reason."""
         reasons: dict[nn.Module, str] = {}
         owners: dict[int, list[nn.Module]] = {}
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, nn.Embedding))}
+        layers: dict[str, Any] = {
+            n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) or linear_shape(m)
+        }
         for name, module in layers.items():
             owners.setdefault(id(module.weight), []).append(module)
-            reason = self.by_name(name) if isinstance(module, nn.Linear) else None
-            if type(module) not in (nn.Linear, nn.Embedding):
+            reason = self.by_name(name) if linear_shape(module) else None
+            if type(module) not in (nn.Linear, nn.Embedding) and not is_conv1d(module):
                 reason = reason or f"{type(module).__name__} is a subclass with a forward of its own"
             elif module.weight.dtype not in FLOAT_DTYPES:
                 reason = reason or f"dtype {module.weight.dtype} has no packed form"

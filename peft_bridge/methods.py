@@ -1,0 +1,97 @@
+"""Which PEFT methods packed layers take: those that would read or write bytes as if they were weights say no, by name."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from peft.tuners.lora.model import LoraModel
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from torch import nn
+
+from halfbyte.nn.embedding import QuantEmbedding
+from halfbyte.nn.linear import QuantLinear
+from halfbyte.nn.packed import PackedRows
+
+SUPPORTED = "LoRA and its variants (rsLoRA, DoRA, PiSSA, OLoRA, LoftQ), prompt methods, and any method on the dense layers"
+
+
+class _Injection:
+    original: Any = None  # PEFT's own BaseTuner.inject_adapter, while ours stands in its place
+
+
+def refuse_unsupported() -> None:
+    """Makes `BaseTuner.inject_adapter`, through which every method adds its layers, check what they were put on."""
+    if _Injection.original is None:
+        _Injection.original = BaseTuner.inject_adapter
+        BaseTuner.inject_adapter = _checked(BaseTuner.inject_adapter)  # type: ignore[method-assign]
+
+
+def accept_unsupported() -> None:
+    """The inverse of `refuse_unsupported`."""
+    if _Injection.original is not None:
+        BaseTuner.inject_adapter = _Injection.original  # type: ignore[method-assign]
+        _Injection.original = None
+
+
+def _checked(original: Any) -> Any:
+    @functools.wraps(original)
+    def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
+        _check_copies(self.peft_config[adapter_name], model)
+        create = self._create_and_replace
+
+        # Every method has its own; it is called for each target, before anything is changed there.
+        def create_and_replace(config: Any, adapter: str, target: nn.Module, *rest: Any, **named: Any) -> Any:
+            _check_target(self, config, target, named.get("current_key", ""))
+            return create(config, adapter, target, *rest, **named)
+
+        self.__dict__["_create_and_replace"] = create_and_replace
+        try:
+            original(self, model, adapter_name, *args, **kwargs)
+        finally:
+            del self.__dict__["_create_and_replace"]
+
+    return inject_adapter
+
+
+def _check_target(tuner: BaseTuner, config: Any, target: nn.Module, name: str) -> None:
+    base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
+    if not isinstance(base, PackedRows):
+        return
+    # AdaLoRA is a LoraModel too, with layers of its own.
+    lora = getattr(type(tuner), "_create_new_module", None) is LoraModel._create_new_module
+    custom = tuple(getattr(config, "_custom_modules", None) or ())
+    if lora and isinstance(base, (QuantLinear, *custom)):
+        return
+    method = getattr(config.peft_type, "value", config.peft_type)
+    raise NotImplementedError(
+        f"PEFT's {method} is not supported on packed rows: {name or 'its target'} is a {type(base).__name__} in "
+        f"{base.format}, whose bytes it would take for values. Supported: {SUPPORTED} (skip=... keeps some dense)"
+    )
+
+
+def _check_copies(config: Any, model: nn.Module) -> None:
+    """`modules_to_save` trains copies of modules and `target_parameters` sums with a parameter: neither works on rows."""
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedRows)}
+    for wanted in getattr(config, "modules_to_save", None) or ():
+        for name, module in packed.items():
+            if f".{name}".endswith(f".{wanted}"):
+                raise NotImplementedError(
+                    f"modules_to_save={wanted!r}: {name} is packed ({module.format}) and packed rows are frozen; load the "
+                    f"model with skip=({wanted!r}, ...) to keep it dense, or put LoRA on it"
+                )
+    tokens = getattr(config, "trainable_token_indices", None)
+    if tokens:
+        for name, module in packed.items():
+            listed = not isinstance(tokens, dict) or any(f".{name}".endswith(f".{key}") for key in tokens)
+            if isinstance(module, QuantEmbedding) and listed:
+                raise NotImplementedError(
+                    f"trainable_token_indices: {name} is packed ({module.format}); load without embedding_format"
+                )
+    for wanted in getattr(config, "target_parameters", None) or ():
+        for name, module in packed.items():
+            if any(f".{name}.{own}".endswith(f".{wanted}") for own, _ in module.named_parameters(recurse=False)):
+                raise NotImplementedError(
+                    f"target_parameters={wanted!r}: {name} is packed ({module.format}), and PEFT would add to its bytes; "
+                    f"adapt other layers around it, or keep it dense with skip"
+                )
