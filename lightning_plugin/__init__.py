@@ -3,9 +3,16 @@
 from lightning_plugin.loading import load_from_checkpoint
 from lightning_plugin.precision import FabricHalfbytePrecision, HalfbytePrecision
 from lightning_plugin.report import QuantizationReport
-from lightning_plugin.strategy import HalfbyteFSDP2Strategy, HalfbyteFSDPStrategy
+from lightning_plugin.strategy import (
+    FabricHalfbyteFSDP2Strategy,
+    FabricHalfbyteFSDPStrategy,
+    HalfbyteFSDP2Strategy,
+    HalfbyteFSDPStrategy,
+)
 
 __all__ = [
+    "FabricHalfbyteFSDP2Strategy",
+    "FabricHalfbyteFSDPStrategy",
     "FabricHalfbytePrecision",
     "HalfbyteFSDP2Strategy",
     "HalfbyteFSDPStrategy",

@@ -27,6 +27,9 @@ def _chosen() -> tuple[str, str]:
 if TYPE_CHECKING:
     from lightning.fabric.plugins.precision.fsdp import FSDPPrecision as FabricFSDPPrecision
     from lightning.fabric.plugins.precision.precision import Precision as FabricPrecision
+    from lightning.fabric.strategies import STRATEGY_REGISTRY as FabricStrategyRegistry  # noqa: N811
+    from lightning.fabric.strategies.fsdp import FSDPStrategy as FabricFSDPStrategy
+    from lightning.fabric.strategies.model_parallel import ModelParallelStrategy as FabricModelParallelStrategy
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.plugins.precision.fsdp import FSDPPrecision
     from lightning.pytorch.plugins.precision.precision import Precision
@@ -49,13 +52,20 @@ else:
     rank_zero_info, rank_zero_warn = _utilities.rank_zero_info, _utilities.rank_zero_warn
     FabricPrecision = importlib.import_module(f"{_FABRIC_PACKAGE}.plugins.precision.precision").Precision
     FabricFSDPPrecision = importlib.import_module(f"{_FABRIC_PACKAGE}.plugins.precision.fsdp").FSDPPrecision
+    _fabric_strategies = importlib.import_module(f"{_FABRIC_PACKAGE}.strategies")
+    FabricStrategyRegistry = _fabric_strategies.STRATEGY_REGISTRY
+    FabricFSDPStrategy = _fabric_strategies.FSDPStrategy
+    FabricModelParallelStrategy = _fabric_strategies.ModelParallelStrategy
 
 __all__ += [
     "Callback",
     "FSDPPrecision",
     "FSDPStrategy",
     "FabricFSDPPrecision",
+    "FabricFSDPStrategy",
+    "FabricModelParallelStrategy",
     "FabricPrecision",
+    "FabricStrategyRegistry",
     "LightningModule",
     "ModelParallelStrategy",
     "Precision",

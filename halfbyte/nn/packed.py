@@ -104,7 +104,7 @@ class PackedRows(nn.Module):
         """
         if not self._contained:
             self.__dict__["_in_container"] = True
-            self._parameters["weight"] = nn.Parameter(_as_floats(self.weight.data), requires_grad=False)
+            self.weight.data = _as_floats(self.weight.data)  # the same Parameter: an optimizer may list it
 
     def _init_packed(
         self, format: str | Format, compute_dtype: torch.dtype | str | None, dtype: torch.dtype | None, device: Any

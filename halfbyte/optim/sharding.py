@@ -121,7 +121,16 @@ def is_eligible(param: Tensor, override: bool | None = None) -> bool:
 
     Returns:
         The decision; always False for dtypes other than float32, bfloat16, float16 and for DTensors cut inside rows.
+
+    Raises:
+        ValueError: `override` asks for 8 bits and the parameter is a DTensor of one dimension that is sharded.
     """
+    if override and param.dim() == 1 and is_dtensor(param) and any(p.is_shard() for p in param.placements):  # type: ignore[attr-defined]
+        # One dimension is one row: every rank would keep a row of scales where a checkpoint holds one for all.
+        raise ValueError(
+            f"halfbyte.optim: quantize_state=True for a sharded parameter of one dimension, shape {tuple(param.shape)}: its "
+            "state is one row, which ranks can't share; leave quantize_state out for it (its state is float32 then)"
+        )
     if override is False or param.dtype not in (torch.float32, torch.bfloat16, torch.float16) or not rows_are_whole(param):
         return False
     if override:

@@ -11,16 +11,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy as FabricModelParallelStrategy
 from lightning.pytorch.strategies import ModelParallelStrategy
-from lightning_models import LR, RESUME_AT, STEPS, Module, batch, trainer
+from lightning_models import RESUME_AT, STEPS, Module, trainer
 from torch import Tensor, nn
 
 from halfbyte.distributed import audit, fully_shard
 from halfbyte.nn import QuantLinear
 from lightning_plugin import (
-    FabricHalfbytePrecision,
     HalfbyteFSDP2Strategy,
     HalfbyteFSDPStrategy,
     HalfbytePrecision,
@@ -131,33 +128,7 @@ def fsdp2(folder: Path) -> dict[str, Any]:
     seen["full"] = saved_and_resumed(one_file, folder / "full.ckpt")
     seen["folder"] = saved_and_resumed(HalfbyteFSDP2Strategy, folder / "folder.ckpt")
     seen["runs"] = several_runs(HalfbyteFSDP2Strategy)
-    seen["fabric"] = with_fabric()
     return seen
-
-
-def with_fabric() -> list[float]:
-    """Fabric's own ModelParallelStrategy, given `fully_shard`."""
-
-    def parallelize(net: nn.Module, mesh: Any) -> nn.Module:
-        return fully_shard(net, mesh=mesh["data_parallel"])
-
-    strategy = FabricModelParallelStrategy(parallelize, data_parallel_size=2, tensor_parallel_size=1)
-    fabric = Fabric(accelerator="cpu", devices=2, strategy=strategy, plugins=FabricHalfbytePrecision("nf4"))
-    fabric.launch()
-    with fabric.init_module():
-        net = Tower()
-    model = fabric.setup_module(net)
-    optimizer = fabric.setup_optimizers(torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=LR))
-    losses = []
-    for step in range(STEPS):
-        input, target = batch(step, fabric.global_rank, 2)
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(input), target)
-        fabric.backward(loss)
-        fabric.clip_gradients(model, optimizer, max_norm=CLIP)
-        optimizer.step()
-        losses.append(loss.item())
-    return losses
 
 
 def fsdp1(folder: Path) -> dict[str, Any]:

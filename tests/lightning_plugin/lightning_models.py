@@ -121,9 +121,11 @@ def packed_net(format: str = "nf4", seed: int = 0) -> Net:
     return net
 
 
-def losses_by_hand(net: nn.Module, steps: int = STEPS, clip: float | None = None, world: int = 1) -> list[list[float]]:
+def losses_by_hand(
+    net: nn.Module, steps: int = STEPS, clip: float | None = None, world: int = 1, optimizer: Any = torch.optim.AdamW
+) -> list[list[float]]:
     """The plain training loop: the loss of every rank's share at every step; gradients are the mean over the shares."""
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=LR)
+    optimizer = optimizer([p for p in net.parameters() if p.requires_grad], lr=LR)
     losses: list[list[float]] = [[] for _ in range(world)]
     for step in range(steps):
         optimizer.zero_grad()
