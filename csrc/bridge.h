@@ -78,4 +78,20 @@ inline Tensor aten_matmul(const Tensor& a, const Tensor& b) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// aten::mul(a, b), without recording autograd.
+inline Tensor aten_mul(const Tensor& a, const Tensor& b) {
+  NoGradGuard no_grad;
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(a), torch::stable::detail::from(b)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::mul", "Tensor", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
+// aten::cat(tensors, dim), without recording autograd.
+inline Tensor aten_cat(const std::vector<Tensor>& tensors, int64_t dim) {
+  NoGradGuard no_grad;
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(tensors), torch::stable::detail::from(dim)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::cat", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 }  // namespace halfbyte

@@ -15,6 +15,15 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   m.def("linear(Tensor input, Tensor packed, Tensor? bias, int format, int block_size, int in_features) -> Tensor");
   // gradient of linear's input: (..., N) x packed (N, row_bytes) -> (..., K), in grad_output's dtype
   m.def("linear_backward_input(Tensor grad_output, Tensor packed, int format, int block_size, int in_features) -> Tensor");
+  // linear plus scaling * (input lora_A^T) lora_B^T. lora_B (N, rank); lora_A (rank, K), or one such block per group of rows
+  // of packed where `splits` gives the rows of each group (several linears with one input). Also returns input lora_A^T.
+  m.def(
+      "lora_linear(Tensor input, Tensor packed, Tensor? bias, Tensor lora_A, Tensor lora_B, float scaling, int[] splits, "
+      "int format, int block_size, int in_features) -> (Tensor, Tensor)");
+  // gradient of its input: linear_backward_input plus grad_projected (..., R) @ lora_A (R, K), in grad_output's dtype
+  m.def(
+      "lora_linear_backward_input(Tensor grad_output, Tensor packed, Tensor grad_projected, Tensor lora_A, int format, "
+      "int block_size, int in_features) -> Tensor");
   // rows of packed (V, row_bytes) at indices (...) int64 or int32 -> (..., embedding_dim) dtype
   m.def("embedding(Tensor indices, Tensor packed, int format, int block_size, int embedding_dim, ScalarType dtype) -> Tensor");
   // instruction set of the CPU kernels in use: 0 scalar, 1 avx2, 2 avx512, 3 amx

@@ -53,6 +53,51 @@ inline RowLayout checked_linear_backward(const char* op, const Tensor& grad_outp
   return layout;
 }
 
+// The dtype of x @ lora_A^T and of the gradients of lora_A and lora_B: theirs or the input's, whichever holds the other.
+inline ScalarType lora_dtype(const Tensor& input, const Tensor& lora_A) {
+  return input.scalar_type() == lora_A.scalar_type() ? input.scalar_type() : ScalarType::Float;
+}
+
+// lora_A (groups * rank, K) and lora_B (N, rank) of one dtype; splits: rows of packed in each group, empty for one group.
+// Returns the rows of each group.
+inline std::vector<int64_t> checked_lora(const char* op, const Tensor& input, const Tensor& packed, const Tensor& lora_A,
+                                         const Tensor& lora_B, const std::vector<int64_t>& splits, int64_t in_features) {
+  const int64_t rows = packed.size(0);
+  const std::vector<int64_t> groups = splits.empty() ? std::vector<int64_t>{rows} : splits;
+  int64_t total = 0;
+  for (const int64_t size : groups) {
+    HALFBYTE_CHECK(size >= 0 && size <= rows, op, "splits must be from 0 to ", rows, " (the rows of packed), got ", size);
+    total += size;
+  }
+  HALFBYTE_CHECK(total == rows, op, "splits must add up to ", rows, " (the rows of packed), got ", total);
+  checked_dtype(op, "lora_A", lora_A.scalar_type());
+  HALFBYTE_CHECK(lora_B.scalar_type() == lora_A.scalar_type(), op, "lora_B must have lora_A's dtype ",
+                 dtype_name(lora_A.scalar_type()), ", got ", dtype_name(lora_B.scalar_type()));
+  HALFBYTE_CHECK(lora_B.dim() == 2 && lora_B.size(0) == rows && lora_B.size(1) >= 1, op, "lora_B must have shape (", rows,
+                 ", rank) with a rank of at least 1, got ", shape_text(lora_B));
+  const int64_t stacked = int64_t(groups.size()) * lora_B.size(1);
+  HALFBYTE_CHECK(lora_A.dim() == 2 && lora_A.size(0) == stacked && lora_A.size(1) == in_features, op, "lora_A must have shape (",
+                 stacked, ", ", in_features, "): one block of ", lora_B.size(1), " rows per group, got ", shape_text(lora_A));
+  check_same_device(op, "lora_A", lora_A, "input", input);
+  check_same_device(op, "lora_B", lora_B, "input", input);
+  return groups;
+}
+
+// grad_projected (..., R) beside grad_output (..., N), lora_A (R, K).
+inline void checked_lora_backward(const char* op, const Tensor& grad_output, const Tensor& grad_projected, const Tensor& lora_A,
+                                  int64_t in_features) {
+  checked_dtype(op, "lora_A", lora_A.scalar_type());
+  checked_dtype(op, "grad_projected", grad_projected.scalar_type());
+  HALFBYTE_CHECK(lora_A.dim() == 2 && lora_A.size(0) >= 1 && lora_A.size(1) == in_features, op,
+                 "lora_A must have shape (rank, ", in_features, ") with a rank of at least 1, got ", shape_text(lora_A));
+  HALFBYTE_CHECK(with_last_size(grad_output, lora_A.size(0)) ==
+                     std::vector<int64_t>(grad_projected.sizes().begin(), grad_projected.sizes().end()),
+                 op, "grad_projected must have grad_output's shape with the last dimension replaced by ", lora_A.size(0),
+                 " (lora_A's rows), got grad_output ", shape_text(grad_output), " and grad_projected ", shape_text(grad_projected));
+  check_same_device(op, "grad_projected", grad_projected, "grad_output", grad_output);
+  check_same_device(op, "lora_A", lora_A, "grad_output", grad_output);
+}
+
 // packed (num_embeddings, row_bytes) and integer indices; true when they are int64.
 inline bool checked_embedding(const char* op, const Tensor& indices, const Tensor& packed, const RowLayout& layout) {
   check_same_device(op, "indices", indices, "packed", packed);

@@ -193,6 +193,59 @@ def _backward_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Excep
     yield (torch.ones(3, 4, device=device).double(), packed, 0, 64, 64), ValueError, "grad_output must be float32"
 
 
+def _lora_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    def leaf(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, device=device, dtype=dtype).requires_grad_()
+
+    for format in ALL_FORMATS:
+        packed, sizes = random_packed(format, 5, 65, device), (format.id, format.block_size, 65)
+        yield leaf(3, 65), packed, leaf(5), leaf(2, 65), leaf(5, 2), 0.5, [], *sizes
+    packed, sizes = random_packed(ALL_FORMATS[0], 5, 64, device), (0, 64, 64)
+    for dtype in (torch.bfloat16, torch.float16):
+        x, bias = leaf(2, 9, 64, dtype=dtype), leaf(5, dtype=dtype)
+        for adapter in (dtype, torch.float32):
+            yield x, packed, bias, leaf(3, 64, dtype=adapter), leaf(5, 3, dtype=adapter), 2.0, [], *sizes
+    yield leaf(20, 64), packed, None, leaf(6, 64), leaf(5, 2), 1.0, [3, 0, 2], *sizes  # three linears, one without rows
+    yield leaf(0, 64), packed, None, leaf(1, 64), leaf(5, 1), 1.0, [], *sizes
+    yield leaf(64), packed[::2], None, leaf(1, 64), leaf(3, 1), 1.0, [], *sizes
+
+
+def _lora_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    x, a, b = (torch.randn(shape, device=device) for shape in ((3, 64), (2, 64), (4, 2)))
+    packed, sizes = random_packed(ALL_FORMATS[0], 4, 64, device), (0, 64, 64)
+    yield from _bad_rows(lambda rows, *sizes: (x, rows, None, a, b, 1.0, [], *sizes), device)
+    yield (x, packed, torch.ones(3, device=device), a, b, 1.0, [], *sizes), ValueError, "bias must have shape"
+    yield (x, packed, None, a.double(), b, 1.0, [], *sizes), ValueError, "lora_A must be float32"
+    yield (x, packed, None, a, b.bfloat16(), 1.0, [], *sizes), ValueError, "lora_B must have lora_A's dtype"
+    yield (x, packed, None, a[:, 1:], b, 1.0, [], *sizes), ValueError, r"lora_A must have shape \(2, 64\)"
+    yield (x, packed, None, a, b[1:], 1.0, [], *sizes), ValueError, r"lora_B must have shape \(4, rank\)"
+    yield (x, packed, None, a[:0], b[:, :0], 1.0, [], *sizes), ValueError, "with a rank of at least 1"
+    yield (x, packed, None, a, b, 1.0, [2, 2], *sizes), ValueError, r"lora_A must have shape \(4, 64\): one block of 2"
+    yield (x, packed, None, a, b, 1.0, [2, 1], *sizes), ValueError, "splits must add up to 4"
+    yield (x, packed, None, a, b, 1.0, [5, -1], *sizes), ValueError, "splits must be from 0 to 4"
+
+
+def _lora_backward_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        packed, sizes = random_packed(format, 5, 65, device), (format.id, format.block_size, 65)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            adapter = torch.float32 if dtype == torch.bfloat16 else dtype
+            grad = torch.randn(3, 5, device=device, dtype=dtype, requires_grad=True)
+            low = torch.randn(3, 2, device=device, dtype=adapter, requires_grad=True)
+            yield grad, packed, low, torch.randn(2, 65, device=device, dtype=adapter, requires_grad=True), *sizes
+    a = torch.randn(2, 65, device=device)
+    yield torch.randn(3, 0, device=device), packed[:0], torch.randn(3, 2, device=device), a, *sizes
+
+
+def _lora_backward_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    grad, low, a = (torch.randn(shape, device=device) for shape in ((3, 2), (3, 5), (5, 64)))
+    yield from _bad_rows(lambda rows, *sizes: (grad, rows, low, a, *sizes), device)
+    packed, sizes = random_packed(ALL_FORMATS[0], 2, 64, device), (0, 64, 64)
+    yield (grad, packed, low[1:], a, *sizes), ValueError, "grad_projected must have grad_output's shape"
+    yield (grad, packed, low.long(), a, *sizes), ValueError, "grad_projected must be float32"
+    yield (grad, packed, low, a[:, :5], *sizes), ValueError, r"lora_A must have shape \(rank, 64\)"
+
+
 def _embedding_samples(device: str) -> Iterator[tuple[Any, ...]]:
     for format in ALL_FORMATS:
         packed = random_packed(format, 7, 65, device)
@@ -282,6 +335,8 @@ SPECS: dict[str, OpSpec] = {
     "dequantize": OpSpec(_dequantize_samples, _dequantize_hostile),
     "linear": OpSpec(_linear_samples, _linear_hostile, differentiable=True),
     "linear_backward_input": OpSpec(_backward_samples, _backward_hostile, differentiable=True),
+    "lora_linear": OpSpec(_lora_samples, _lora_hostile, differentiable=True),
+    "lora_linear_backward_input": OpSpec(_lora_backward_samples, _lora_backward_hostile, differentiable=True),
     "embedding": OpSpec(_embedding_samples, _embedding_hostile),
     "cpu_isa": OpSpec(_no_arguments, _nothing_hostile),
     "clear_workspace": OpSpec(_no_arguments, _nothing_hostile),

@@ -32,9 +32,12 @@ _FROM_ORIGINAL = ("pissa", "pissa_niter_[n]", "olora", "loftq")
 class HalfbyteLoraLinear(LoraLinear):
     """PEFT's LoRA layer around a `QuantLinear`: everything that reads or writes the dense weight works on packed rows.
 
-    Forward and backward are PEFT's own. Merging, and variants that look at the weight (DoRA), get a dense float32 base
-    for as long as the call takes. `merge()` packs the sum again, which rounds it to the format; what that cost is in
-    `merge_error`, and `unmerge()` brings the original rows back bit by bit (a packed copy is kept in between).
+    Forward and backward are one autograd node (`halfbyte.ops.lora_linear`) while a single plain LoRA adapter is active and
+    nothing stands between it and the base: no dropout in effect, no DoRA or other variant, no `lora_bias`, no
+    `adapter_names`, no hooks on the base, A or B, and A and B are plain `nn.Linear`. Otherwise they are PEFT's own.
+    Merging, and variants that look at the weight (DoRA), get a dense float32 base for as long as the call takes.
+    `merge()` packs the sum again, which rounds it to the format; what that cost is in `merge_error`, and `unmerge()`
+    brings the original rows back bit by bit (a packed copy is kept in between).
     `merge_and_unload()` ends in a dense `nn.Linear`, with nothing lost.
 
     PiSSA, OLoRA and LoftQ start from the original weight, which is read again from the checkpoint: the rows become the
@@ -88,6 +91,31 @@ class HalfbyteLoraLinear(LoraLinear):
         reads_weight = config.use_dora or config.init_lora_weights == "orthogonal"  # the latter: only its dtype
         with self._dense_base() if packed and reads_weight else nullcontext():
             super().update_layer(adapter_name, *args, **kwargs)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Applies the base and the active adapters; see the class for when that is one node."""
+        adapter = None if args or kwargs else self._fusible_adapter()
+        if adapter is None:
+            result: Tensor = super().forward(x, *args, **kwargs)
+            return result
+        base: Any = self.base_layer
+        lora_A, lora_B = self.lora_A[adapter].weight, self.lora_B[adapter].weight
+        fused: Tensor = base.forward_with_lora(x, lora_A, lora_B, self.scaling[adapter])
+        return fused
+
+    def _fusible_adapter(self) -> str | None:
+        """The one active adapter that `forward_with_lora` can apply, or None."""
+        if self.disable_adapters or self.merged or type(self.base_layer) is not QuantLinear:
+            return None
+        names = [name for name in self.active_adapters if name in self.lora_A]
+        if len(names) != 1 or names[0] in self.lora_variant:
+            return None
+        down, up, dropout = self.lora_A[names[0]], self.lora_B[names[0]], self.lora_dropout[names[0]]
+        drops = not isinstance(dropout, nn.Identity) and dropout.training and getattr(dropout, "p", 1.0) > 0
+        if drops or up.bias is not None or any(_hooked(m) for m in (self.base_layer, down, up)):
+            return None
+        plain = all(type(m) is nn.Linear and type(m.weight) in (nn.Parameter, Tensor) for m in (down, up))
+        return names[0] if plain and down.weight.dtype == up.weight.dtype else None
 
     @torch.no_grad()
     def _start_from_original(self, adapter_name: str, *args: Any, **kwargs: Any) -> None:
@@ -234,6 +262,12 @@ def _decomposes(initializer: Any) -> bool:
     """Whether an `init_lora_weights` starts from the original weight and leaves a residual as the base."""
     name = initializer.lower() if isinstance(initializer, str) else ""
     return name in ("pissa", "olora", "loftq") or name.startswith("pissa_niter_")
+
+
+def _hooked(module: nn.Module) -> bool:
+    """Whether calling `module` does more than its forward: a shard to gather, weights to fetch, a user's own."""
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(hooks) or "forward" in module.__dict__  # accelerate replaces the method
 
 
 # ---- registration ---------------------------------------------------------------------------------------------------

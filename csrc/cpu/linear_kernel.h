@@ -79,9 +79,19 @@ inline void direct_group(const Decoder<Product, codes>& decoder, const uint8_t* 
   }
 }
 
+template <class Product, int R, int M>
+inline void direct_low_rank(const LowRank& low_rank, int64_t row, Vector sum[R][M]) {
+  const float* w = static_cast<const float*>(low_rank.weight) + row * low_rank.stride;
+  const float* x = static_cast<const float*>(low_rank.input);
+  for (int64_t u = 0; u < low_rank.stride; u += kLanes)
+    for (int r = 0; r < R; ++r)
+      for (int m = 0; m < M; ++m)
+        sum[r][m] = Product::multiply_add(Product::load(w + r * low_rank.stride + u), Product::load(x + m * low_rank.stride + u), sum[r][m]);
+}
+
 template <class Product, Codes codes, int R, int M>
 inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, const Decoder<Product, codes>& decoder,
-                        const float* x, const LinearOutput& output) {
+                        const float* x, const LowRank* low_rank, const LinearOutput& output) {
   using D = Decoder<Product, codes>;
   constexpr int kGroupUnits = M * kGroup / Product::kUnitElements;  // of all tokens, side by side: one base address
   Vector sum[R][M];
@@ -110,6 +120,7 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
       }
     }
   }
+  if (low_rank) direct_low_rank<Product, R, M>(*low_rank, row, sum);
   for (int m = 0; m < M; ++m) {
     float result[R];
     for (int r = 0; r < R; ++r) result[r] = horizontal_sum(sum[r][m]);
@@ -119,13 +130,13 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
 
 template <class Product, Codes codes, int M>
 void direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units,
-            const LinearOutput& output) {
+            const LowRank* low_rank, const LinearOutput& output) {
   constexpr int R = kLanes < 16 ? 1 : M <= 2 ? 4 : 2;  // 16 registers hold one row's values and sums, 32 those of more
   const Decoder<Product, codes> decoder(l);
   const float* x = static_cast<const float*>(units);
   int64_t row = row_begin;
-  for (; row + R <= row_end; row += R) direct_rows<Product, codes, R, M>(packed, row, l, decoder, x, output);
-  for (; row < row_end; ++row) direct_rows<Product, codes, 1, M>(packed, row, l, decoder, x, output);
+  for (; row + R <= row_end; row += R) direct_rows<Product, codes, R, M>(packed, row, l, decoder, x, low_rank, output);
+  for (; row < row_end; ++row) direct_rows<Product, codes, 1, M>(packed, row, l, decoder, x, low_rank, output);
 }
 
 // ---- micro-kernel: sums (R, G vectors) += a (R, units), broadcast, times b (units, G vectors) ------------------------
@@ -193,22 +204,22 @@ constexpr int64_t kSumsStride = kLinearTokens + 16;
 constexpr int kTileRows = 12;         // by 1 or 2 vectors; 6 by 4
 
 template <class Product>
-inline void tile_rows(int vectors, const float* a, const float* b, float* sums, int64_t units, bool first) {
+inline void tile_rows(int vectors, const float* a, int64_t a_stride, const float* b, float* sums, int64_t units, bool first) {
   constexpr bool kWide = kLanes == 16;  // 32 registers
   if (vectors == 1) {
-    tile<Product, 12, 1>(a, kPanelStride, b, sums, kSumsStride, units, first);
+    tile<Product, 12, 1>(a, a_stride, b, sums, kSumsStride, units, first);
   } else if (vectors == 2 && kWide) {
-    tile<Product, kWide ? 12 : 1, 2>(a, kPanelStride, b, sums, kSumsStride, units, first);
+    tile<Product, kWide ? 12 : 1, 2>(a, a_stride, b, sums, kSumsStride, units, first);
   } else {
     constexpr int G = kWide ? 4 : 2;
     for (int r = 0; r < 12; r += 6)
-      tile<Product, 6, G>(a + r * kPanelStride, kPanelStride, b, sums + r * kSumsStride, kSumsStride, units, first);
+      tile<Product, 6, G>(a + r * a_stride, a_stride, b, sums + r * kSumsStride, kSumsStride, units, first);
   }
 }
 
 template <class Product, Codes codes>
 void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units, int64_t tokens,
-           const LinearOutput& output, void* scratch) {
+           const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   constexpr int64_t kGroupUnits = kGroup / Product::kUnitElements;
   constexpr int64_t kPanelGroups = kPanelUnits / kGroupUnits;
   const Decoder<Product, codes> decoder(l);
@@ -228,7 +239,18 @@ void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowL
         const int vectors = tile_vectors(tokens - m0);
         const float* b = static_cast<const float*>(units) + m0 * groups * kGroupUnits + g0 * kGroupUnits * vectors * kLanes;
         for (int64_t r = 0; r < rows_padded; r += kTileRows)
-          tile_rows<Product>(vectors, panel + r * kPanelStride, b, sums + r * kSumsStride + m0, count * kGroupUnits, g0 == 0);
+          tile_rows<Product>(vectors, panel + r * kPanelStride, kPanelStride, b, sums + r * kSumsStride + m0, count * kGroupUnits, g0 == 0);
+        m0 += vectors * kLanes;
+      }
+    }
+    if (low_rank) {
+      const float* a = static_cast<const float*>(low_rank->weight) + n0 * low_rank->stride;
+      const int64_t units_of_rank = (low_rank->rank + Product::kUnitElements - 1) / Product::kUnitElements;
+      for (int64_t m0 = 0; m0 < tokens;) {
+        const int vectors = tile_vectors(tokens - m0);
+        const float* b = static_cast<const float*>(low_rank->input) + m0 * units_of_rank;
+        for (int64_t r = 0; r < rows_padded; r += kTileRows)
+          tile_rows<Product>(vectors, a + r * low_rank->stride, low_rank->stride, b, sums + r * kSumsStride + m0, units_of_rank, false);
         m0 += vectors * kLanes;
       }
     }
@@ -273,19 +295,20 @@ inline void backward_tile(int64_t tokens, const float* a, int64_t a_stride, cons
   }
 }
 
-// Panel unit u and column c lie at subtile c / kSubtile, then u, then c % kSubtile.
-template <class Product, Codes codes>
-inline void decode_columns(const Decoder<Product, codes>& decoder, const uint8_t* packed, int64_t rows, int64_t n0, int64_t units,
-                           const RowLayout& l, int64_t g0, int64_t groups, const BackwardShape& shape, float* panel) {
+// Panel unit u and column c lie at subtile c / kSubtile, then u, then c % kSubtile. row(n, out) writes `columns` elements of
+// row n in decode order.
+template <class Product, class Row>
+inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t columns, const BackwardShape& shape, float* panel,
+                       const Row& row) {
   constexpr int kElements = Product::kUnitElements;
   alignas(64) float decoded[kElements][kBackwardFew.columns / kElements];
   for (int64_t u = 0; u < units; ++u) {
     for (int e = 0; e < kElements; ++e) {
       const int64_t n = n0 + u * kElements + e;
-      if (n < rows) decode_row<Product, codes>(decoder, packed + n * l.row_bytes, l, g0, groups, decoded[e]);
+      if (n < rows) row(n, decoded[e]);
       else memset(decoded[e], 0, sizeof decoded[e]);
     }
-    for (int64_t c = 0; c < groups * kGroup; c += 8 * kLanes) {
+    for (int64_t c = 0; c < columns; c += 8 * kLanes) {
       typename Product::Values v[8];
       if constexpr (kElements == 2) {
         typename Product::Values even[4], odd[4];
@@ -307,23 +330,38 @@ inline void decode_columns(const Decoder<Product, codes>& decoder, const uint8_t
 
 template <class Product, Codes codes>
 void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, const void* grad,
-              int64_t grad_stride, int64_t tokens, const LinearOutput& output, void* scratch) {
+              int64_t grad_stride, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   constexpr int kElements = Product::kUnitElements;
+  constexpr int64_t kGroupUnits = kGroup / kElements;
   static constexpr Order<Product, codes> order;
   const Decoder<Product, codes> decoder(l);
   const BackwardShape shape = tokens <= kFewTokens ? kBackwardFew : kBackwardMany;
   const int64_t column_groups = shape.columns / kGroup;
   float* panel = static_cast<float*>(scratch);
   float* sums = panel + shape.panel_floats();
-  const int64_t reduced = (rows + kElements - 1) / kElements;
   for (int64_t g0 = group_begin; g0 < group_end; g0 += column_groups) {
     const int64_t groups = g0 + column_groups < group_end ? column_groups : group_end - g0;
-    for (int64_t u0 = 0; u0 < reduced; u0 += shape.units) {
-      const int64_t units = u0 + shape.units < reduced ? shape.units : reduced - u0;
-      decode_columns<Product, codes>(decoder, packed, rows, u0 * kElements, units, l, g0, groups, shape, panel);
-      for (int64_t c = 0; c < groups * kGroup; c += kSubtile)
-        backward_tile<Product>(tokens, static_cast<const float*>(grad) + u0, grad_stride,
-                               panel + c / kSubtile * shape.subtile_stride(), sums + c, shape.sums_stride(), units, u0 == 0);
+    bool first = true;
+    // sums (+)= grads (tokens, reduced rows) @ rows (reduced, columns)
+    const auto accumulate = [&](int64_t reduced_rows, const void* grads, int64_t stride, const auto& row) {
+      const int64_t reduced = (reduced_rows + kElements - 1) / kElements;
+      for (int64_t u0 = 0; u0 < reduced; u0 += shape.units, first = false) {
+        const int64_t units = u0 + shape.units < reduced ? shape.units : reduced - u0;
+        fill_panel<Product>(reduced_rows, u0 * kElements, units, groups * kGroup, shape, panel, row);
+        for (int64_t c = 0; c < groups * kGroup; c += kSubtile)
+          backward_tile<Product>(tokens, static_cast<const float*>(grads) + u0, stride,
+                                 panel + c / kSubtile * shape.subtile_stride(), sums + c, shape.sums_stride(), units, first);
+      }
+    };
+    accumulate(rows, grad, grad_stride, [&](int64_t n, float* out) {
+      decode_row<Product, codes>(decoder, packed + n * l.row_bytes, l, g0, groups, out);
+    });
+    if (low_rank) {
+      accumulate(low_rank->rank, low_rank->input, low_rank->stride, [&](int64_t n, float* out) {
+        const float* source = static_cast<const float*>(low_rank->weight) + (g0 * low_rank->rank + n) * kGroupUnits;
+        for (int64_t g = 0; g < groups; ++g, source += low_rank->rank * kGroupUnits, out += kGroupUnits)
+          memcpy(out, source, kGroupUnits * sizeof(float));
+      });
     }
     for (int64_t m = 0; m < tokens; ++m) {
       for (int64_t g = 0; g < groups; ++g) {

@@ -24,6 +24,15 @@ struct LinearOutput {
   DType dtype;
 };
 
+// A low-rank addend in the arithmetic and the sums of the product itself, R more terms of each sum. Units as the product's.
+//   forward:  + input (M, R) @ weight (N, R)^T      backward:  + input (M, R) @ weight (R, K)
+struct LowRank {
+  const void* weight;  // forward: prepare_low_rank's (N rounded up to 12, stride); backward: prepare_direct's (groups, R, group)
+  const void* input;   // direct and backward: prepare_low_rank's (M, stride); tiled: prepare_low_rank_tiled's
+  int64_t rank;        // R
+  int64_t stride;      // units of a row, zeros past R: whole vectors forward
+};
+
 struct LinearKernels {
   bool has_bfloat16;        // Compute::kBFloat16 runs here
   int32_t group;            // elements; prepared activations are padded with zeros to a multiple of it
@@ -37,7 +46,7 @@ struct LinearKernels {
 
   // output[:, row_begin:row_end] for prepared tokens (1 to direct_tokens), straight from the packed rows.
   void (*direct)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
-                 const void* units, int64_t tokens, const LinearOutput& output);
+                 const void* units, int64_t tokens, const LowRank* low_rank, const LinearOutput& output);
 
   // input (tokens, K) -> units, transposed: tile after tile of (padded K, tokens of the tile); tiles [tile_begin, tile_end).
   void (*prepare_tiled)(const void* input, DType dtype, int64_t tokens, const RowLayout& layout, Compute compute,
@@ -45,7 +54,7 @@ struct LinearKernels {
 
   // output[:, row_begin:row_end] for up to kLinearTokens prepared tokens.
   void (*tiled)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
-                const void* units, int64_t tokens, const LinearOutput& output, void* scratch);
+                const void* units, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch);
 
   // grad_output (tokens, rows) -> units (tokens, rows rounded up to whole units), where `backward` can't read it as it is.
   void (*prepare_grad)(const void* grad_output, DType dtype, int64_t tokens, int64_t rows, Compute compute, void* units);
@@ -53,8 +62,16 @@ struct LinearKernels {
   // output[:, group_begin * group : group_end * group] = grad (tokens, N) @ weight, for up to kLinearTokens tokens.
   // grad: units with rows `grad_stride` units apart, an odd N padded with zero for bf16 pairs.
   void (*backward)(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& layout,
-                   Compute compute, const void* grad, int64_t grad_stride, int64_t tokens, const LinearOutput& output,
-                   void* scratch);
+                   Compute compute, const void* grad, int64_t grad_stride, int64_t tokens, const LowRank* low_rank,
+                   const LinearOutput& output, void* scratch);
+
+  // matrix (rows, columns) of `dtype`, times `factor` in fp32 -> elements [offset, offset + columns) of (rows, stride) units.
+  void (*prepare_low_rank)(const void* matrix, DType dtype, int64_t rows, int64_t columns, float factor, Compute compute,
+                           int64_t offset, int64_t stride, void* units);
+
+  // matrix (tokens, R) of `dtype`, times `factor` -> units, transposed: tile after tile of (R in units, tokens of the tile).
+  void (*prepare_low_rank_tiled)(const void* matrix, DType dtype, int64_t tokens, int64_t rank, float factor, Compute compute,
+                                 void* units);
 };
 
 // Tokens handled at once: 512 x 96 partial sums fit L2, and decoding a weight costs under 1 % of 512 multiplications.

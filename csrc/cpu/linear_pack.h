@@ -111,5 +111,35 @@ void pack_grad(const T* grad, int64_t tokens, int64_t rows, void* units) {
   }
 }
 
+// (rows, columns) * factor -> elements [offset, offset + columns) of (rows, stride) units, order kept.
+template <class Product, class T>
+void pack_low_rank(const T* matrix, int64_t rows, int64_t columns, float factor, int64_t offset, int64_t stride, void* units) {
+  using E = typename UnitElement<Product>::Type;
+  E* out = static_cast<E*>(units) + offset;
+  for (int64_t r = 0; r < rows; ++r, matrix += columns, out += stride * Product::kUnitElements)
+    for (int64_t c = 0; c < columns; ++c) convert(out[c], to_float(matrix[c]) * factor);
+}
+
+// (tokens, rank) * factor -> for each tile (rank in units, tokens of the tile), order kept; zeros where there is none.
+template <class Product, class T>
+void pack_low_rank_tiled(const T* matrix, int64_t tokens, int64_t rank, float factor, void* units) {
+  using E = typename UnitElement<Product>::Type;
+  constexpr int kElements = Product::kUnitElements;
+  const int64_t padded = round_up(rank, kElements);
+  E* out = static_cast<E*>(units);
+  for (int64_t m0 = 0; m0 < tokens;) {
+    const int width = tile_vectors(tokens - m0) * kLanes;
+    for (int64_t u = 0; u < padded; u += kElements) {
+      for (int m = 0; m < width; ++m) {
+        for (int e = 0; e < kElements; ++e, ++out) {
+          if (m0 + m < tokens && u + e < rank) convert(*out, to_float(matrix[(m0 + m) * rank + u + e]) * factor);
+          else convert(*out, 0.0f);
+        }
+      }
+    }
+    m0 += width;
+  }
+}
+
 }  // namespace
 }  // namespace halfbyte::cpu

@@ -49,22 +49,22 @@ void linear_prepare_tiled(const void* input, DType dtype, int64_t tokens, const 
 }
 
 void linear_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, Compute compute, const void* units,
-                   int64_t tokens, const LinearOutput& output) {
+                   int64_t tokens, const LowRank* low_rank, const LinearOutput& output) {
   with_product(compute, l, [&]<class P, class C>(P, C) {
     constexpr Codes codes = C::kCodes;
     switch (tokens) {
-      case 1: direct<P, codes, 1>(packed, row_begin, row_end, l, units, output); break;
-      case 2: direct<P, codes, 2>(packed, row_begin, row_end, l, units, output); break;
-      case 3: direct<P, codes, 3>(packed, row_begin, row_end, l, units, output); break;
-      case 4: direct<P, codes, 4>(packed, row_begin, row_end, l, units, output); break;
+      case 1: direct<P, codes, 1>(packed, row_begin, row_end, l, units, low_rank, output); break;
+      case 2: direct<P, codes, 2>(packed, row_begin, row_end, l, units, low_rank, output); break;
+      case 3: direct<P, codes, 3>(packed, row_begin, row_end, l, units, low_rank, output); break;
+      case 4: direct<P, codes, 4>(packed, row_begin, row_end, l, units, low_rank, output); break;
       default: break;
     }
     if constexpr (kDirectTokens[0] > 4) {
       switch (tokens) {
-        case 5: direct<P, codes, 5>(packed, row_begin, row_end, l, units, output); break;
-        case 6: direct<P, codes, 6>(packed, row_begin, row_end, l, units, output); break;
-        case 7: direct<P, codes, 7>(packed, row_begin, row_end, l, units, output); break;
-        case 8: direct<P, codes, 8>(packed, row_begin, row_end, l, units, output); break;
+        case 5: direct<P, codes, 5>(packed, row_begin, row_end, l, units, low_rank, output); break;
+        case 6: direct<P, codes, 6>(packed, row_begin, row_end, l, units, low_rank, output); break;
+        case 7: direct<P, codes, 7>(packed, row_begin, row_end, l, units, low_rank, output); break;
+        case 8: direct<P, codes, 8>(packed, row_begin, row_end, l, units, low_rank, output); break;
         default: break;
       }
     }
@@ -72,23 +72,44 @@ void linear_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, co
 }
 
 void linear_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, Compute compute, const void* units,
-                  int64_t tokens, const LinearOutput& output, void* scratch) {
+                  int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   with_product(compute, l, [&]<class P, class C>(P, C) {
-    tiled<P, C::kCodes>(packed, row_begin, row_end, l, units, tokens, output, scratch);
-  });
-}
-
-void linear_prepare_grad(const void* grad, DType dtype, int64_t tokens, int64_t rows, Compute compute, void* units) {
-  with_input(grad, dtype, [&]<class T>(const T* g) {
-    if (kHasBFloat16 && compute == Compute::kBFloat16) pack_grad<BFloat16Pairs>(g, tokens, rows, units);
-    else pack_grad<Float32>(g, tokens, rows, units);
+    tiled<P, C::kCodes>(packed, row_begin, row_end, l, units, tokens, low_rank, output, scratch);
   });
 }
 
 void linear_backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, Compute compute,
-                     const void* grad, int64_t grad_stride, int64_t tokens, const LinearOutput& output, void* scratch) {
+                     const void* grad, int64_t grad_stride, int64_t tokens, const LowRank* low_rank, const LinearOutput& output,
+                     void* scratch) {
   with_product(compute, l, [&]<class P, class C>(P, C) {
-    backward<P, C::kCodes>(packed, rows, group_begin, group_end, l, grad, grad_stride, tokens, output, scratch);
+    backward<P, C::kCodes>(packed, rows, group_begin, group_end, l, grad, grad_stride, tokens, low_rank, output, scratch);
+  });
+}
+
+// body(Product{}, const T*) for the arithmetic and the element type.
+template <class Body>
+inline void with_operand(Compute compute, const void* matrix, DType dtype, const Body& body) {
+  with_input(matrix, dtype, [&]<class T>(const T* x) {
+    if (kHasBFloat16 && compute == Compute::kBFloat16) body(BFloat16Pairs{}, x);
+    else body(Float32{}, x);
+  });
+}
+
+void linear_prepare_grad(const void* grad, DType dtype, int64_t tokens, int64_t rows, Compute compute, void* units) {
+  with_operand(compute, grad, dtype, [&]<class P, class T>(P, const T* g) { pack_grad<P>(g, tokens, rows, units); });
+}
+
+void linear_prepare_low_rank(const void* matrix, DType dtype, int64_t rows, int64_t columns, float factor, Compute compute,
+                             int64_t offset, int64_t stride, void* units) {
+  with_operand(compute, matrix, dtype, [&]<class P, class T>(P, const T* x) {
+    pack_low_rank<P>(x, rows, columns, factor, offset, stride, units);
+  });
+}
+
+void linear_prepare_low_rank_tiled(const void* matrix, DType dtype, int64_t tokens, int64_t rank, float factor, Compute compute,
+                                   void* units) {
+  with_operand(compute, matrix, dtype, [&]<class P, class T>(P, const T* x) {
+    pack_low_rank_tiled<P>(x, tokens, rank, factor, units);
   });
 }
 
@@ -110,6 +131,8 @@ constexpr LinearKernels linear_kernels() {
   k.tiled = linear_tiled;
   k.prepare_grad = linear_prepare_grad;
   k.backward = linear_backward;
+  k.prepare_low_rank = linear_prepare_low_rank;
+  k.prepare_low_rank_tiled = linear_prepare_low_rank_tiled;
   return k;
 }
 

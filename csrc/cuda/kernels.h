@@ -29,11 +29,11 @@ cudaError_t launch_quantize(const void* input, DType dtype, const float* scales,
                             uint8_t* packed, cudaStream_t stream);
 
 // linear for problems that linear_route.h sends here. partial: float32 (splits, M, N), or null when splits is 1; splits is
-// what linear_small_splits gives on the current device. bias: (N,) of dtype or null.
+// what linear_small_splits gives on the current device. addend: (N,) of dtype (addend_stride 0), (M, addend_stride), or null.
 int64_t linear_small_splits(const RowLayout& layout, int64_t N);
 cudaError_t launch_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
-                                DType dtype, const void* bias, void* output, float* partial, int64_t splits,
-                                cudaStream_t stream);
+                                DType dtype, const void* addend, int64_t addend_stride, void* output, float* partial,
+                                int64_t splits, cudaStream_t stream);
 
 // One step of every parameter of the table (optimizer_table.h). Device memory is read for the inputs and the step counts.
 cudaError_t launch_optimizer(OptimizerRule rule, const OptimizerTable& table, const OptimizerHyper& hyper,

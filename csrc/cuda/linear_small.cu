@@ -24,7 +24,8 @@ constexpr int kAhead = 4;  // steps in flight a warp
 struct SmallArgs {
   const void* input;      // (M, K) of T, 16-byte aligned rows
   const uint8_t* packed;  // (N, row_bytes), 8-byte aligned
-  const void* bias;       // (N,) of T or null; only with one split
+  const void* addend;     // (N,) of T, or (M, addend_stride) of T, or null; only with one split
+  int64_t addend_stride;  // 0 for (N,)
   void* output;           // (M, N) of T: one split
   float* partial;         // (splits, M, N): several
   RowLayout layout;
@@ -114,7 +115,7 @@ __device__ inline void multiply_step(const uint32_t* lane_table, const Step& s, 
 
 template <class T>
 __device__ inline void store_output(const SmallArgs& a, int m, uint32_t n, float sum) {
-  if (a.bias) sum += to_float(static_cast<const T*>(a.bias)[n]);
+  if (a.addend) sum += to_float(static_cast<const T*>(a.addend)[m * a.addend_stride + n]);
   static_cast<T*>(a.output)[m * int64_t(a.N) + n] = from_float<T>(sum);
 }
 
@@ -220,14 +221,15 @@ int64_t linear_small_splits(const RowLayout& layout, int64_t N) {
 }
 
 cudaError_t launch_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
-                                DType dtype, const void* bias, void* output, float* partial, int64_t splits,
-                                cudaStream_t stream) {
+                                DType dtype, const void* addend, int64_t addend_stride, void* output, float* partial,
+                                int64_t splits, cudaStream_t stream) {
   SmallPlan plan = small_plan(N, layout.in_features, multiprocessors());
   plan.splits = splits;
   SmallArgs args{};
   args.input = input;
   args.packed = packed;
-  args.bias = bias;
+  args.addend = addend;
+  args.addend_stride = addend_stride;
   args.output = output;
   args.partial = partial;
   args.layout = layout;

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from halfbyte.formats import Format
 from halfbyte.nn.conv1d import linear_shape, linear_weight
 from halfbyte.nn.packed import PackedRows, as_dtype, dense_buffer
 from halfbyte.ops.linear import linear_by_id
+from halfbyte.ops.lora_linear import lora_linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
 
 
@@ -97,6 +99,34 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         Raises:
             TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
         """
+        input, bias, sizes, apart = self._operands(input)
+        if apart:
+            with torch.autocast(input.device.type, enabled=False):
+                return linear_by_id(input, self.packed, bias, *sizes)
+        return linear_by_id(input, self.packed, bias, *sizes)
+
+    def forward_with_lora(self, input: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
+        r"""Applies the layer and a low-rank branch beside it as one autograd node: :math:`x W^T + b + s\,(x A^T) B^T`.
+
+        Args:
+            input: shape (..., in_features), float32, bfloat16 or float16.
+            lora_A: A, shape (rank, in_features), float32, bfloat16 or float16.
+            lora_B: B, shape (out_features, rank), A's dtype.
+            scaling: s.
+
+        Returns:
+            Shape (..., out_features) in the compute dtype; `halfbyte.ops.lora_linear` says what is multiplied in what.
+
+        Raises:
+            TypeError: as for `forward`.
+            ValueError: A or B does not fit.
+        """
+        input, bias, sizes, apart = self._operands(input)
+        with torch.autocast(input.device.type, enabled=False) if apart else nullcontext():
+            return lora_linear_by_id(input, self.packed, bias, lora_A, lora_B, scaling, [], *sizes)
+
+    def _operands(self, input: Tensor) -> tuple[Tensor, Tensor | None, tuple[int, int, int], bool]:
+        """Input and bias in the compute dtype, the sizes of the op, and whether an explicit compute_dtype beats autocast."""
         device_type = input.device.type
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         dtype = self.compute_dtype or autocast or input.dtype
@@ -109,11 +139,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             input = input.to(dtype)
         if bias is not None and bias.dtype != dtype:
             bias = bias.to(dtype)
-        format = self.format
-        if autocast is not None and autocast != dtype:  # an explicit compute_dtype wins over autocast
-            with torch.autocast(device_type, enabled=False):
-                return linear_by_id(input, self.packed, bias, format.id, format.block_size, self.in_features)
-        return linear_by_id(input, self.packed, bias, format.id, format.block_size, self.in_features)
+        sizes = (self.format.id, self.format.block_size, self.in_features)
+        return input, bias, sizes, autocast is not None and autocast != dtype
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802 - PEFT's name

@@ -8,6 +8,7 @@ also be called directly.
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.embedding import embedding
 from halfbyte.ops.linear import clear_workspace, linear, linear_backward_input
+from halfbyte.ops.lora_linear import lora_linear
 from halfbyte.ops.optimizer import adam8bit_step_, adamw8bit_step_, lion8bit_step_, sgd8bit_step_
 from halfbyte.ops.quantize import quantize
 
@@ -20,6 +21,7 @@ __all__ = [
     "linear",
     "linear_backward_input",
     "lion8bit_step_",
+    "lora_linear",
     "quantize",
     "sgd8bit_step_",
 ]

@@ -34,9 +34,10 @@ int emulated_quantize(const void* input, int dtype, const float* scales, int64_t
 }
 
 int emulated_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, int format, int64_t block_size,
-                          int64_t in_features, int dtype, const void* bias, void* output, float* partial, int64_t splits) {
-  return cuda::launch_linear_small(input, M, packed, N, row_layout(format, block_size, in_features), DType(dtype), bias, output,
-                                   partial, splits, nullptr);
+                          int64_t in_features, int dtype, const void* addend, int64_t addend_stride, void* output, float* partial,
+                          int64_t splits) {
+  return cuda::launch_linear_small(input, M, packed, N, row_layout(format, block_size, in_features), DType(dtype), addend,
+                                   addend_stride, output, partial, splits, nullptr);
 }
 
 // Index of the first obstacle, or -1 where the small kernel takes the problem.

@@ -32,6 +32,7 @@ def run(emulated: Any, x: Tensor, packed: Tensor, fmt: Format, bias: Tensor | No
         k,
         DTYPE_IDS[x.dtype],
         bias if bias is not None else ctypes.c_void_p(None),
+        n if bias is not None and bias.dim() == 2 else 0,
         output,
         partial,
         splits,
@@ -61,6 +62,9 @@ def test_values(emulated: Any, name: str, dtype: torch.dtype) -> None:
         bias = torch.randn(n, generator=generator).to(dtype)
         check(run(emulated, x, packed, fmt), x, packed, fmt)
         check(run(emulated, x, packed, fmt, bias), x, packed, fmt, bias)
+        addend = torch.randn(m, n, generator=generator).to(dtype)  # lora_linear's branch
+        for splits in (1, 2):
+            check(run(emulated, x, packed, fmt, addend, splits), x, packed, fmt, addend)
 
 
 @pytest.mark.parametrize("splits", [2, 3, 9])

@@ -81,6 +81,9 @@ def test_shapes_on_a_fake_cuda_device(name: str) -> None:
         assert (y.shape, y.dtype, y.device.type) == ((2, 3, 48), torch.bfloat16, "cuda")
         gradient = ops.linear_backward_input(y, packed, fmt, 100)
         assert (gradient.shape, gradient.dtype, gradient.device.type) == ((2, 3, 100), torch.bfloat16, "cuda")
+        a, b = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((8, 100), (48, 4)))
+        y = ops.lora_linear(x, packed, None, a, b, 2.0, fmt, 100, splits=[40, 8])
+        assert (y.shape, y.dtype, y.device.type) == ((2, 3, 48), torch.bfloat16, "cuda")
         rows = ops.embedding(torch.empty(5, 7, dtype=torch.int64, device="cuda"), packed, fmt, 100, torch.float32)
         assert (rows.shape, rows.dtype, rows.device.type) == ((5, 7, 100), torch.float32, "cuda")
 
@@ -113,6 +116,21 @@ def test_a_cuda_kernel_called_without_a_gpu_says_so() -> None:
         ),
         ("linear", (torch.zeros(2, 65), torch.zeros(4, 48, dtype=torch.uint8), None, 0, 64, 64), "must be in_features=64"),
         ("linear_backward_input", (torch.zeros(2, 5), torch.zeros(4, 48, dtype=torch.uint8), 0, 64, 64), "out_features=4"),
+        (
+            "lora_linear",
+            (
+                torch.zeros(2, 64),
+                torch.zeros(4, 48, dtype=torch.uint8),
+                None,
+                *(torch.zeros(3, 64), torch.zeros(4, 2), 1.0, [], 0, 64, 64),
+            ),
+            r"lora_A must have shape \(2, 64\)",
+        ),
+        (
+            "lora_linear_backward_input",
+            (torch.zeros(2, 4), torch.zeros(4, 48, dtype=torch.uint8), torch.zeros(2, 3), torch.zeros(2, 64), 0, 64, 64),
+            "last dimension replaced by 2",
+        ),
         ("embedding", (torch.zeros(2), torch.zeros(4, 48, dtype=torch.uint8), 0, 64, 64, torch.float32), "int64 or int32"),
     ],
 )

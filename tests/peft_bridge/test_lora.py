@@ -285,3 +285,30 @@ def test_custom_modules_of_the_user_come_first_and_dense_layers_are_left_to_peft
     dense = get_peft_model(load(skip=("q_proj",)), lora(target_modules=["q_proj", "v_proj"]))
     assert type(dense.base_model.model.model.layers[0].self_attn.q_proj) is LoraLinear
     assert len(layers(dense)) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "change", "fused"),
+    [
+        ({}, lambda model: model, True),
+        ({"lora_dropout": 0.1}, lambda model: model.eval(), True),
+        ({"lora_dropout": 0.1}, lambda model: model.train(), False),
+        ({"use_dora": True}, lambda model: model, False),
+        ({"lora_bias": True}, lambda model: model, False),
+        ({}, lambda model: model.add_adapter("b", lora()) or model.base_model.set_adapter(["default", "b"]), False),
+        ({}, lambda model: [m.base_layer.register_forward_hook(lambda *_: None) for m in layers(model)], False),
+        ({}, lambda model: [m.lora_A["default"].register_forward_pre_hook(lambda *_: None) for m in layers(model)], False),
+    ],
+)
+def test_one_node_per_layer_only_where_nothing_stands_between(load, tokens, monkeypatch, config, change, fused):
+    model = perturbed(get_peft_model(load(), lora(**config)))
+    change(model)
+    calls = []
+    original = QuantLinear.forward_with_lora
+    monkeypatch.setattr(QuantLinear, "forward_with_lora", lambda *args: calls.append(1) or original(*args))
+    torch.manual_seed(3)
+    logits = model(input_ids=tokens).logits
+    assert len(calls) == (len(layers(model)) if fused else 0)
+    monkeypatch.setattr(HalfbyteLoraLinear, "_fusible_adapter", lambda self: None)
+    torch.manual_seed(3)
+    torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-4)

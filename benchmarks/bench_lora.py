@@ -1,0 +1,112 @@
+"""lora_linear, forward + backward at r = 16: against the same LoRA on dense weights and on bitsandbytes; 4096 x 4096, by M.
+
+    python benchmarks/bench_lora.py --only "bf16 M=512" --seconds 5
+
+The peers do what PEFT's layer does: y = base(x) + (x A^T) B^T * scaling, gradients of x, A and B. "dense" is `F.linear` on
+weights of the input's dtype, "dense in fp32" the same step in float32 throughout (should that be the faster one), and
+bitsandbytes is `matmul_4bit` as its training path runs it. "two nodes" is PEFT's formula on our own `linear`: what fusing is
+worth. Adapters have the input's dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import harness
+import torch
+import torch.nn.functional as F
+from harness import Case
+from torch import Tensor
+
+from halfbyte.ops import linear, lora_linear, quantize
+
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+TOKENS = (16, 128, 512, 2048)
+SCALING = 2.0
+
+
+def peft(base: Callable[[Tensor], Tensor], x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """PEFT's `lora.Linear.forward` without dropout."""
+    return base(x) + F.linear(F.linear(x, a), b) * SCALING
+
+
+def compare(report: harness.Report, M: int, name: str, rank: int, source: list[Tensor]) -> None:
+    dtype, (N, K) = DTYPES[name], source[0].shape
+    dense = [w.to(dtype) for w in source]
+    packed = [quantize(w, "nf4") for w in source]
+    grad = torch.randn(M, N).to(dtype)
+
+    def leaves(of: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        generator = torch.Generator().manual_seed(1)
+        shapes = (M, K), (rank, K), (N, rank)
+        return tuple(  # type: ignore[return-value]
+            (torch.randn(shape, generator=generator) * (0.05 if i else 1.0)).to(of).requires_grad_()
+            for i, shape in enumerate(shapes)
+        )
+
+    def step(
+        leaves: tuple[Tensor, Tensor, Tensor], output: Callable[[int], Tensor], grad: Tensor
+    ) -> Callable[[int], object]:
+        def run(i: int) -> tuple[Tensor, ...]:
+            y = output(i % len(source))
+            return y.detach(), *torch.autograd.grad(y, leaves, grad)
+
+        return run
+
+    x, a, b = mine = leaves(dtype)
+    cases = {
+        "halfbyte": step(mine, lambda i: lora_linear(x, packed[i], None, a, b, SCALING, "nf4", K), grad),
+        "halfbyte two nodes": step(mine, lambda i: peft(lambda t: linear(t, packed[i], None, "nf4", K), x, a, b), grad),
+        "dense": step(mine, lambda i: peft(lambda t: F.linear(t, dense[i]), x, a, b), grad),
+    }
+    if name == "bf16":
+        x32, a32, b32 = wide = leaves(torch.float32)
+        cases["dense in fp32"] = step(wide, lambda i: peft(lambda t: F.linear(t, source[i]), x32, a32, b32), grad.float())
+    try:
+        import bitsandbytes as bnb
+        from bitsandbytes.functional import quantize_4bit
+
+        theirs = [quantize_4bit(w, blocksize=64, quant_type="nf4") for w in dense]
+        cases["bitsandbytes"] = step(
+            mine, lambda i: peft(lambda t: bnb.matmul_4bit(t, theirs[i][0].t(), quant_state=theirs[i][1]), x, a, b), grad
+        )
+    except ImportError:
+        pass
+
+    def verify() -> None:
+        """Every result of the fused step lies as near to PEFT's formula in fp64 as the dtype allows."""
+        weight = torch.ops.halfbyte.dequantize(packed[0], 0, 64, K, torch.float32).double()
+        exact = [t.detach().double().requires_grad_() for t in mine]
+        y = peft(lambda t: F.linear(t, weight), *exact)
+        expected = (y.detach(), *torch.autograd.grad(y, exact, grad.double()))
+        for case in ("halfbyte", "halfbyte two nodes"):
+            for got, want in zip(cases[case](0), expected, strict=True):  # type: ignore[call-overload]
+                error = (got.double() - want).norm() / want.norm()
+                assert error < (1e-2 if name == "bf16" else 1e-5), f"{case}: {error}"
+
+    flops = 4 * M * N * K + 8 * M * rank * (N + K) - 2 * M * rank * K
+    timed = {case: Case(run, flops=flops) for case, run in cases.items()}
+    report.compare(f"LoRA r={rank} nf4 {name} M={M}, forward + backward", timed, verify=verify, baseline="halfbyte")
+
+
+def main() -> None:
+    args = harness.arguments(
+        __doc__,
+        rows={"type": int, "default": 4096, "help": "out_features"},
+        features={"type": int, "default": 4096, "help": "in_features"},
+        rank={"type": int, "default": 16, "help": "rank of the adapters"},
+        tokens={"default": ",".join(map(str, TOKENS)), "help": "values of M"},
+    )
+    report = harness.Report("lora", args)
+    harness.reuse_memory()  # every case here makes tensors of 8 to 64 MiB; fresh pages would be half of what is timed
+    torch.manual_seed(0)
+    source = [torch.randn(args.rows, args.features) * 0.02 for _ in range(2)]
+    for M in map(int, args.tokens.split(",")):
+        for name in DTYPES:
+            if args.only in f"LoRA r={args.rank} nf4 {name} M={M}, forward + backward":
+                compare(report, M, name, args.rank, source)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+// What the fronts of linear and lora_linear share: prepare the activations once, split the output over threads.
+//
+// bf16 inputs multiply in bf16 pairs where the CPU has them (weights rounded to bf16, as in a dense bf16 layer); everything
+// else, fp16 and bf16 on older CPUs included, multiplies exact fp32 weights. Sums are fp32, in an order that depends
+// neither on the number of threads nor on how the work is split.
+#pragma once
+
+#include <algorithm>
+
+#include "../operands.h"
+#include "isa.h"
+#include "workspace.h"
+
+namespace halfbyte::cpu {
+
+inline Compute compute_for(DType dtype, const LinearKernels& table) {
+  return dtype == DType::kBFloat16 && table.has_bfloat16 ? Compute::kBFloat16 : Compute::kFloat32;
+}
+
+inline int64_t elements_per_unit(Compute compute) { return compute == Compute::kFloat32 ? 1 : 2; }
+
+// Bytes for `elements` in units of `compute`.
+inline Tensor unit_buffer(const Tensor& like, int64_t elements, Compute compute) {
+  return torch::stable::new_empty(like, {elements * (compute == Compute::kFloat32 ? 4 : 2)}, ScalarType::Byte);
+}
+
+inline const char* at_row(const Tensor& t, int64_t row, int64_t row_elements) {
+  return static_cast<const char*>(t.const_data_ptr()) + row * row_elements * int64_t(t.element_size());
+}
+
+// Rows a thread should get at least: dividing less work costs more than it gains.
+inline int64_t row_grain(int64_t work_per_row) { return 1 + (int64_t(1) << 16) / std::max<int64_t>(work_per_row, 1); }
+
+inline constexpr int64_t kRowUnit = 12;  // rows of one micro-kernel: no thread gets a part of them
+
+// The low-rank part of a forward product. weight (N, rank) holds one block per group of rows: rows of group g multiply
+// columns [g * rank, (g + 1) * rank) of input (M, groups * rank).
+struct LowRankOperands {
+  const Tensor& weight;  // contiguous, of one of the three dtypes
+  const Tensor& input;   // likewise
+  const std::vector<int64_t>& groups;  // rows of each; adds up to N
+  float factor;
+};
+
+// `low`'s weight in units, block by block: (N rounded up to kRowUnit, units of all groups), zeros outside the blocks.
+inline Tensor low_rank_weight(const LowRankOperands& low, Compute compute, int64_t stride) {
+  const LinearKernels& table = kernels().linear;
+  const int64_t N = low.weight.size(0), rank = low.weight.size(1);
+  Tensor units = unit_buffer(low.weight, round_up(N, kRowUnit) * stride * elements_per_unit(compute), compute);
+  torch::stable::zero_(units);
+  char* out = static_cast<char*>(units.mutable_data_ptr());
+  int64_t first = 0;
+  for (size_t g = 0; g < low.groups.size(); first += low.groups[g++])
+    table.prepare_low_rank(at_row(low.weight, first, rank), checked_dtype("lora_linear", "lora_B", low.weight.scalar_type()),
+                           low.groups[g], rank, 1.0f, compute, int64_t(g) * rank, stride, out + first * stride * 4);
+  return units;
+}
+
+// output = x @ packed^T + bias (of `target`) + the low-rank part. x (tokens, K) contiguous; tokens and rows are not 0.
+inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
+                        const LowRankOperands* low, LinearOutput target) {
+  const LinearKernels& table = kernels().linear;
+  const Compute compute = compute_for(dtype, table);
+  const bool direct = tokens <= table.direct_tokens[int(compute)];
+  const int64_t K = layout.in_features, padded = round_up(K, table.group);
+  const int64_t block = std::min(tokens, kLinearTokens), width = direct ? tokens : round_up(block, table.tile_tokens);
+  const Tensor units = unit_buffer(x, width * padded, compute);
+  void* prepared = units.mutable_data_ptr();
+  LowRank addend{};
+  DType low_dtype{};
+  std::optional<Tensor> low_weight, low_input;
+  if (low) {
+    addend.rank = low->input.size(low->input.dim() - 1);
+    addend.stride = round_up((addend.rank + elements_per_unit(compute) - 1) / elements_per_unit(compute), table.lanes);
+    low_dtype = checked_dtype("lora_linear", "projected", low->input.scalar_type());
+    low_weight = low_rank_weight(*low, compute, addend.stride);
+    low_input = unit_buffer(x, width * addend.stride * elements_per_unit(compute), compute);
+    addend.weight = low_weight->const_data_ptr();
+    addend.input = low_input->const_data_ptr();
+  }
+  const LowRank* const added = low ? &addend : nullptr;
+  if (direct) {
+    table.prepare_direct(x.const_data_ptr(), dtype, tokens, layout, compute, prepared);
+    if (low) {
+      torch::stable::zero_(*low_input);
+      table.prepare_low_rank(low->input.const_data_ptr(), low_dtype, tokens, addend.rank, low->factor, compute, 0, addend.stride,
+                             low_input->mutable_data_ptr());
+    }
+    parallel_rows(rows, row_grain(K), [&](int64_t begin, int64_t end) {
+      table.direct(packed, begin, end, layout, compute, prepared, tokens, added, target);
+    });
+    return;
+  }
+  const int64_t output_row = target.stride * (dtype == DType::kFloat32 ? 4 : 2);
+  for (int64_t m = 0; m < tokens; m += kLinearTokens) {
+    const int64_t count = std::min(tokens - m, kLinearTokens);
+    const char* source = at_row(x, m, K);
+    const int64_t tiles = (count + table.tile_tokens - 1) / table.tile_tokens;
+    parallel_rows(tiles, row_grain(K * table.tile_tokens), [&](int64_t begin, int64_t end) {
+      table.prepare_tiled(source, dtype, count, layout, compute, begin, end, prepared);
+    });
+    if (low)
+      table.prepare_low_rank_tiled(at_row(low->input, m, addend.rank), low_dtype, count, addend.rank, low->factor, compute,
+                                   low_input->mutable_data_ptr());
+    parallel_rows((rows + kRowUnit - 1) / kRowUnit, row_grain(K * count), [&](int64_t begin, int64_t end) {
+      const WorkspaceLease scratch(table.scratch_bytes);
+      table.tiled(packed, begin * kRowUnit, std::min(end * kRowUnit, rows), layout, compute, prepared, count, added, target,
+                  scratch.data());
+    });
+    target.data = static_cast<char*>(target.data) + output_row * count;
+  }
+}
+
+// output (tokens, K) = grad (tokens, N) @ packed, plus low_input (tokens, rank) @ low_weight (rank, K) where they are given.
+// All contiguous; tokens and N are not 0.
+inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout,
+                         DType dtype, const Tensor* low_weight, const Tensor* low_input, void* output) {
+  const LinearKernels& table = kernels().linear;
+  const Compute compute = compute_for(dtype, table);
+  const int64_t K = layout.in_features, elements = elements_per_unit(compute);
+  // Gradients are broadcast unit by unit: floats, or pairs of bf16, can be read where they are.
+  const int64_t grad_stride = (rows + elements - 1) / elements;
+  std::optional<Tensor> units;
+  if (dtype != DType::kFloat32 && (compute == Compute::kFloat32 || rows % 2 != 0)) {
+    units = unit_buffer(grad, tokens * grad_stride * elements, compute);
+    auto* converted = static_cast<char*>(units->mutable_data_ptr());
+    parallel_rows(tokens, row_grain(rows), [&](int64_t begin, int64_t end) {
+      table.prepare_grad(at_row(grad, begin, rows), dtype, end - begin, rows, compute, converted + begin * grad_stride * 4);
+    });
+  }
+  const auto* source = static_cast<const char*>(units ? units->const_data_ptr() : grad.const_data_ptr());
+  LowRank addend{};
+  std::optional<Tensor> weight_units, input_units;
+  if (low_weight) {
+    constexpr const char* op = "lora_linear_backward_input";
+    addend.rank = low_weight->size(0);
+    addend.stride = (addend.rank + elements - 1) / elements;
+    weight_units = unit_buffer(grad, addend.rank * round_up(K, table.group), compute);
+    table.prepare_direct(low_weight->const_data_ptr(), checked_dtype(op, "lora_A", low_weight->scalar_type()), addend.rank, layout,
+                         compute, weight_units->mutable_data_ptr());
+    input_units = unit_buffer(grad, tokens * addend.stride * elements, compute);
+    torch::stable::zero_(*input_units);
+    table.prepare_low_rank(low_input->const_data_ptr(), checked_dtype(op, "grad_projected", low_input->scalar_type()), tokens,
+                           addend.rank, 1.0f, compute, 0, addend.stride, input_units->mutable_data_ptr());
+    addend.weight = weight_units->const_data_ptr();
+  }
+  const int64_t blocks = (tokens + kLinearTokens - 1) / kLinearTokens;
+  const int64_t groups = (K + table.group - 1) / table.group;
+  const int64_t output_row = K * (dtype == DType::kFloat32 ? 4 : 2);
+  auto* target = static_cast<char*>(output);
+  parallel_rows(blocks * groups, row_grain(rows * table.group * std::min(tokens, kLinearTokens)), [&](int64_t begin, int64_t end) {
+    const WorkspaceLease scratch(table.scratch_bytes);
+    LowRank mine = addend;
+    for (int64_t at = begin; at < end;) {
+      const int64_t block = at / groups, group = at % groups, token = block * kLinearTokens;
+      const int64_t group_end = std::min(groups, group + end - at);
+      if (low_weight) mine.input = static_cast<const char*>(input_units->const_data_ptr()) + token * addend.stride * 4;
+      table.backward(packed, rows, group, group_end, layout, compute, source + token * grad_stride * 4, grad_stride,
+                     std::min(tokens - token, kLinearTokens), low_weight ? &mine : nullptr,
+                     LinearOutput{target + token * output_row, nullptr, K, dtype}, scratch.data());
+      at += group_end - group;
+    }
+  });
+}
+
+}  // namespace halfbyte::cpu

@@ -1,0 +1,259 @@
+"""lora_linear: a product with packed rows and a low-rank branch beside it, as one autograd node."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halfbyte._library import load_error, overload, register_autocast, register_fake
+from halfbyte.formats import Format
+from halfbyte.ops.linear import linear_by_id
+from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
+
+_lora_linear = overload("lora_linear")
+_backward_input = overload("lora_linear_backward_input")
+_cpu_isa = overload("cpu_isa")
+
+
+def lora_linear(
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    format: str | Format,
+    in_features: int,
+    *,
+    splits: Sequence[int] = (),
+) -> Tensor:
+    r"""Computes :math:`y = x W^T + b + s\,(x A^T) B^T` with the rows of W packed; differentiable in x, b, A and B.
+
+    One node of the autograd graph. It keeps `input`, :math:`x A^T`, `packed`, A and B for the backward pass: neither a
+    dense weight nor the base product. The branch is `rank` more terms of every sum of the base product: it makes no pass
+    over the output of its own, and y is rounded once.
+
+    Several linears that share an input can be one call: their packed rows concatenated (rows are self-contained), their A
+    stacked, their B concatenated like the rows, and `splits` saying how many rows each has.
+
+    Args:
+        input: x, shape (..., K), float32, bfloat16 or float16.
+        packed: shape (N, row_bytes) uint8, frozen.
+        bias: b, shape (N,), input's dtype, or None.
+        lora_A: A, shape (rank, K), or (len(splits) * rank, K).
+        lora_B: B, shape (N, rank), A's dtype.
+        scaling: s.
+        format: the format of `packed`.
+        in_features: K.
+        splits: rows of `packed` that belong to each block of A, adding up to N; empty: all to one.
+
+    Returns:
+        Shape (..., N), input's dtype; accumulated in float32.
+
+    Raises:
+        TypeError: `input` or `lora_A` is not a float tensor of the three dtypes.
+        ValueError: sizes, dtypes or devices do not fit together; the text names the argument, the rule and the value.
+
+    Note:
+        :math:`x A^T` and the gradients of A and B are computed in the adapter's dtype or the input's, whichever holds the
+        other (float32 adapters keep float32 gradients under bfloat16 activations). In y and in the gradient of x the branch
+        is multiplied as the base is: on CPUs with bfloat16 units, bfloat16 activations round A, B and :math:`x A^T` to it.
+        Dropout is the caller's: with dropout on x the branch has an input of its own, and this op does not apply. Under
+        autocast every argument but `packed` is cast to the autocast dtype, as for `torch.nn.functional.linear`.
+
+    Source:
+        LoRA, Hu et al. 2021, arXiv:2106.09685; on packed rows: QLoRA, Dettmers et al. 2023, arXiv:2305.14314.
+    """
+    fmt = Format.parse(format)
+    for name, value in (("input", input), ("lora_A", lora_A)):
+        if not isinstance(value, Tensor) or value.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"halfbyte.lora_linear: {name} must be a {FLOAT_NAMES} tensor, got {describe(value)}")
+    sizes = (fmt.id, fmt.block_size, in_features)
+    return lora_linear_by_id(input, packed, bias, lora_A, lora_B, scaling, list(splits), *sizes)
+
+
+def lora_linear_by_id(
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    splits: list[int],
+    format: int,
+    block_size: int,
+    in_features: int,
+) -> Tensor:
+    """`lora_linear` on dispatcher ids, without the checks of the public wrapper; see `linear_by_id`."""
+    device_type = input.device.type
+    if torch.is_autocast_enabled(device_type):  # before the node, so that it keeps and multiplies what was cast
+        input, bias, lora_A, lora_B = _cast(device_type, input, bias, lora_A, lora_B)
+    arguments = (input, packed, bias, lora_A, lora_B, scaling, splits, format, block_size, in_features)
+    if torch.compiler.is_compiling():
+        return _lora_linear(*arguments)[0]
+    differentiable = (input, bias, lora_A, lora_B)
+    if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
+        return _LoraLinear.apply(*arguments)[0]
+    with torch._C._AutoDispatchBelowAutograd():
+        return _lora_linear(*arguments)[0]
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> tuple[Tensor, Tensor]:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _lora_linear(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        input, packed, bias, lora_A, lora_B, ctx.scaling, ctx.splits, *ctx.sizes = inputs
+        ctx.save_for_backward(input, packed, lora_A, lora_B, output[1])
+        ctx.has_bias = bias is not None
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, grad_projected: Tensor | None) -> tuple[Tensor | None, ...]:
+        input, packed, lora_A, lora_B, projected = ctx.saved_tensors
+        if grad is None:
+            grad = input.new_zeros((*input.shape[:-1], packed.shape[0]))
+        needs_input, _, needs_bias, needs_A, needs_B, *_ = ctx.needs_input_grad
+        dtype = _multiplied(projected)
+        rank, N = lora_B.shape[1], packed.shape[0]
+        rows = grad.reshape(-1, N).to(dtype)
+        x, t = input.reshape(-1, input.shape[-1]), projected.reshape(-1, projected.shape[-1]).to(dtype)
+        blocks, first = [], 0
+        for i, size in enumerate(ctx.splits or (N,)):
+            rows_of, rank_of = slice(first, first + size), slice(i * rank, (i + 1) * rank)
+            blocks.append((rows_of, rank_of))
+            first += size
+        grad_B = grad_A = grad_input = grad_bias = None
+        if needs_B:
+            parts = [rows[:, of].t() @ t[:, columns] for of, columns in blocks]
+            grad_B = (_joined(parts, 0) * ctx.scaling).to(lora_B.dtype)
+        if needs_input or needs_A:
+            b = lora_B.to(dtype)
+            low = _joined([rows[:, of] @ b[of] for of, _ in blocks], 1) * ctx.scaling
+            if grad_projected is not None:
+                low = low + grad_projected.reshape(low.shape).to(dtype)
+            if needs_A:
+                grad_A = (low.t() @ x.to(dtype)).to(lora_A.dtype)
+            if needs_input:
+                low = low.to(projected.dtype).reshape(projected.shape)
+                grad_input = _backward_input_by_id(grad, packed, low, lora_A, *ctx.sizes)
+        if ctx.has_bias and needs_bias:
+            grad_bias = grad.reshape(-1, N).sum(0)
+        return grad_input, None, grad_bias, grad_A, grad_B, None, None, None, None, None
+
+
+def _multiplied(projected: Tensor) -> torch.dtype:
+    """What thin products of `projected`'s dtype are computed in: CPUs without bfloat16 units are faster in float32."""
+    if projected.device.type != "cpu" or (projected.dtype == torch.bfloat16 and _cpu_isa() >= 2):
+        return projected.dtype
+    return torch.float32
+
+
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def _backward_input_by_id(
+    grad_output: Tensor,
+    packed: Tensor,
+    grad_projected: Tensor,
+    lora_A: Tensor,
+    *sizes: int,
+) -> Tensor:
+    arguments = (grad_output, packed, grad_projected, lora_A, *sizes)
+    if torch.compiler.is_compiling():
+        return _backward_input(*arguments)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (grad_output, grad_projected, lora_A)):
+        return _BackwardInput.apply(*arguments)
+    with torch._C._AutoDispatchBelowAutograd():
+        return _backward_input(*arguments)
+
+
+class _BackwardInput(torch.autograd.Function):
+    @staticmethod
+    def forward(*args: Any) -> Tensor:
+        with torch._C._AutoDispatchBelowAutograd():
+            return _backward_input(*args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, packed, grad_projected, lora_A, *ctx.sizes = inputs
+        ctx.save_for_backward(packed, grad_projected, lora_A)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        packed, grad_projected, lora_A = ctx.saved_tensors
+        wide = torch.promote_types(grad.dtype, grad_projected.dtype)
+        rows, low = grad.reshape(-1, grad.shape[-1]).to(wide), grad_projected.reshape(-1, grad_projected.shape[-1])
+        grad_low = (rows @ lora_A.to(wide).t()).to(low.dtype).reshape(grad_projected.shape)
+        grad_A = (low.to(wide).t() @ rows).to(lora_A.dtype)
+        return linear_by_id(grad, packed, None, *ctx.sizes), None, grad_low, grad_A, None, None, None
+
+
+@register_fake("lora_linear")
+def _(
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    splits: list[int],
+    format: int,
+    block_size: int,
+    in_features: int,
+) -> tuple[Tensor, Tensor]:
+    torch._check(
+        input.shape[-1] == in_features,
+        lambda: f"halfbyte::lora_linear: input's last dimension must be in_features={in_features}, got {input.shape}",
+    )
+    dtype = input.dtype if input.dtype == lora_A.dtype else torch.float32
+    leading = input.shape[:-1]
+    return input.new_empty((*leading, packed.shape[0])), input.new_empty((*leading, lora_A.shape[0]), dtype=dtype)
+
+
+@register_fake("lora_linear_backward_input")
+def _(
+    grad_output: Tensor,
+    packed: Tensor,
+    grad_projected: Tensor,
+    lora_A: Tensor,
+    format: int,
+    block_size: int,
+    in_features: int,
+) -> Tensor:
+    return grad_output.new_empty((*grad_output.shape[:-1], in_features))
+
+
+def _cast(device_type: str, *tensors: Tensor | None) -> tuple[Any, ...]:
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(None if t is None else t.to(dtype) for t in tensors)
+
+
+def _autocast_lora_linear(device_type: str) -> Callable[..., Any]:
+    def kernel(
+        input: Tensor,
+        packed: Tensor,
+        bias: Tensor | None,
+        lora_A: Tensor,
+        lora_B: Tensor,
+        *rest: Any,
+    ) -> Any:
+        input, bias, lora_A, lora_B = _cast(device_type, input, bias, lora_A, lora_B)
+        return _lora_linear(input, packed, bias, lora_A, lora_B, *rest)
+
+    return kernel
+
+
+register_autocast("lora_linear", _autocast_lora_linear)
+if load_error is None:
+    torch.library.register_autograd("halfbyte::lora_linear", _LoraLinear.backward, setup_context=_LoraLinear.setup_context)
+    torch.library.register_autograd(
+        "halfbyte::lora_linear_backward_input", _BackwardInput.backward, setup_context=_BackwardInput.setup_context
+    )

@@ -1,0 +1,87 @@
+"""Slow, obvious oracles of the products that are more than one matrix product: `lora_linear` and `int8_linear`.
+
+Written from the formats' text and the ops' definitions, never from a kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halfbyte import reference
+from halfbyte.formats import Format
+
+__all__ = ["int8_linear", "lora_linear"]
+
+
+def lora_linear(
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    scaling: float,
+    format: Format | str,
+    in_features: int,
+    *,
+    splits: Sequence[int] = (),
+) -> Tensor:
+    """``input @ W.T + bias + scaling * (input @ A.T) @ B.T`` in fp64, W dequantized to fp32; differentiable.
+
+    Args:
+        input: ``(..., K)`` fp32, bf16, fp16 or fp64.
+        packed: ``(N, row_bytes)`` uint8.
+        bias: ``(N,)`` or None.
+        lora_A: ``(groups * rank, K)``.
+        lora_B: ``(N, rank)``.
+        scaling: the branch's factor.
+        format: what the rows are packed in.
+        in_features: K.
+        splits: rows of each group; empty for one group. Rows of group g use block g of A.
+
+    Returns:
+        ``(..., N)`` fp64, nothing rounded in between.
+    """
+    weight = reference.dequantize(packed, format, in_features, torch.float32).double()
+    x, rank = input.double(), lora_B.shape[1]
+    output = x @ weight.T
+    branches, first = [], 0
+    for g, rows in enumerate(splits or (packed.shape[0],)):
+        a, b = lora_A[g * rank : (g + 1) * rank].double(), lora_B[first : first + rows].double()
+        branches.append((x @ a.T) @ b.T)
+        first += rows
+    output = output + scaling * torch.cat(branches, dim=-1)
+    return output if bias is None else output + bias.double()
+
+
+def int8_linear(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
+    """Every bit of ``halfbyte::int8_linear``: integer sums, then a fixed sequence of fp32 roundings.
+
+    Each row of ``input`` is quantized by the int8 rule (absmax a, codes q); W's rows are int8 (absmax b, codes c).
+    ``y = round(float(sum q * c) * ((a / 127) * (b / 127)) + bias)``, each operation of it rounded to fp32, the last one to
+    the input's dtype.
+
+    Args:
+        input: ``(..., K)`` fp32, bf16 or fp16.
+        packed: ``(N, row_bytes)`` uint8, format int8.
+        bias: ``(N,)`` of input's dtype, or None.
+        in_features: K.
+
+    Returns:
+        ``(..., N)`` of input's dtype.
+    """
+    begin = Format.parse("int8").scales_offset(in_features)
+
+    def codes_and_scales(rows: Tensor) -> tuple[Tensor, Tensor]:
+        absmax = rows[:, begin : begin + 4].contiguous().view(torch.float32)
+        return rows[:, :in_features].view(torch.int8).long(), absmax / 127
+
+    q, token_scales = codes_and_scales(reference.quantize(input.reshape(-1, in_features), "int8"))
+    c, row_scales = codes_and_scales(packed)
+    sums = (q[:, None, :] * c[None, :, :]).sum(-1).to(torch.int32)
+    output = sums.float() * (token_scales * row_scales.T)
+    if bias is not None:
+        output = output + bias.float()
+    return output.to(input.dtype).reshape(*input.shape[:-1], packed.shape[0])

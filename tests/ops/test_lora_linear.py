@@ -1,0 +1,212 @@
+"""lora_linear: values and gradients against fp64, what is saved, stacking, autocast, checkpointing, compilation."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import halfbyte
+from halfbyte import reference_products as reference
+from halfbyte.formats import Format
+from halfbyte.nn import QuantLinear
+from halfbyte.ops import lora_linear
+from halfbyte.testing import random_packed
+
+ROOT = Path(__file__).resolve().parents[2]
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def leaves(M: int, N: int, K: int, rank: int, dtype: torch.dtype, adapter: torch.dtype, groups: int = 1) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((M, K), (N,), (groups * rank, K), (N, rank))
+    tensors = [torch.randn(shape, generator=generator) for shape in shapes]
+    return [t.to(d).requires_grad_() for t, d in zip(tensors, (dtype, dtype, adapter, adapter), strict=True)]
+
+
+def run(op, inputs: list[Tensor], packed: Tensor, grad: Tensor, *args, **kwargs) -> list[Tensor]:
+    x, bias, a, b = inputs
+    y = op(x, packed, bias, a, b, *args, **kwargs)
+    return [y.detach(), *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
+
+
+@pytest.mark.parametrize("adapter", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [(), (20, 0, 17)])
+def test_values_and_gradients(dtype: torch.dtype, adapter: torch.dtype, splits: tuple[int, ...]) -> None:
+    """Elementwise. Every result is a sum of products with one more rounded factor than a plain product has.
+
+    size: the same sums over absolute values. Each of its terms carries at most 5 roundings to the coarsest dtype in play
+    (weight, A, B, x A^T or its gradient, the scaled one) and n * 2^-24 of fp32 summation.
+    """
+    N, K, rank = 37, 100, 5
+    coarsest = max(ROUNDING[dtype], ROUNDING[adapter])
+    for format in ("nf4", "fp4-dq:32", "int8", "fp8"):
+        packed = random_packed(Format.parse(format), N, K)
+        weight = halfbyte.dequantize(packed, format, K, torch.float32).double()
+        for M in (1, 8, 9, 70):
+            inputs = leaves(M, N, K, rank, dtype, adapter, len(splits) or 1)
+            grad = torch.randn(M, N, generator=torch.Generator().manual_seed(1)).to(dtype)
+            got = run(lora_linear, inputs, packed, grad, 0.7, format, K, splits=splits)
+            exact = [t.detach().double().requires_grad_() for t in inputs]
+            expected = run(reference.lora_linear, exact, packed, grad, 0.7, format, K, splits=splits)
+            x, bias, a, b = (t.detach().abs().requires_grad_() for t in exact)
+            pieces, first = [], 0
+            for g, rows in enumerate(splits or (N,)):
+                pieces.append((x @ a[g * rank : (g + 1) * rank].T) @ b[first : first + rows].T)
+                first += rows
+            size_y = x @ weight.abs().T + bias + 0.7 * torch.cat(pieces, 1)
+            sizes = [size_y.detach(), *torch.autograd.grad(size_y, (x, bias, a, b), grad.double().abs())]
+            for name, value, want, size in zip("yxbAB", got, expected, sizes, strict=True):
+                bound = size * (5 * coarsest + (M + N + K + 3 * rank) * 2.0**-24) + 2.0**-20 * (coarsest > 2.0**-20)
+                excess = (value.double() - want).abs() - bound
+                assert (excess <= 0).all(), f"{name} off by {excess.max():.2g} for {format}, M={M}"
+            assert [t.dtype for t in got] == [dtype, dtype, dtype, adapter, adapter]
+
+
+def test_float32_adapters_keep_float32_gradients_under_bfloat16_activations() -> None:
+    N, K, rank = 33, 96, 4
+    packed = random_packed(Format.parse("nf4"), N, K)
+    inputs = leaves(50, N, K, rank, torch.bfloat16, torch.float32)
+    grad = torch.randn(50, N).bfloat16()
+    got = run(lora_linear, inputs, packed, grad, 2.0, "nf4", K)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    expected = run(reference.lora_linear, exact, packed, grad, 2.0, "nf4", K)
+    for value, want in zip(got[3:], expected[3:], strict=True):
+        torch.testing.assert_close(value.double(), want, rtol=1e-4, atol=1e-4)
+
+
+def test_a_branch_of_zeros_changes_no_bit() -> None:
+    packed = random_packed(Format.parse("nf4"), 40, 130)
+    for dtype in (torch.float32, torch.bfloat16):
+        for M in (1, 5, 33):
+            x, bias, a, b = (t.detach() for t in leaves(M, 40, 130, 3, dtype, dtype))
+            y = lora_linear(x, packed, bias, a, torch.zeros_like(b), 2.0, "nf4", 130)
+            assert torch.equal(y, halfbyte.ops.linear(x, packed, bias, "nf4", 130))
+
+
+def test_results_do_not_depend_on_threads() -> None:
+    packed = random_packed(Format.parse("nf4"), 301, 260)
+    x, bias, a, b = (t.detach() for t in leaves(90, 301, 260, 6, torch.bfloat16, torch.bfloat16))
+    before, results = torch.get_num_threads(), []
+    low = torch.randn(90, 6, dtype=torch.bfloat16)
+    y, _ = torch.ops.halfbyte.lora_linear(x, packed, bias, a, b, 2.0, [], 0, 64, 260)
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            results.append(torch.ops.halfbyte.lora_linear_backward_input(y, packed, low, a, 0, 64, 260))
+    finally:
+        torch.set_num_threads(before)
+    assert all(torch.equal(result, results[0]) for result in results)
+
+
+def test_three_linears_with_one_input_are_one_call() -> None:
+    K, rank, sizes = 96, 4, (48, 16, 16)
+    x = torch.randn(7, K, requires_grad=True)
+    packs = [random_packed(Format.parse("nf4"), n, K, seed=n + i) for i, n in enumerate(sizes)]
+    down = [torch.randn(rank, K) for _ in sizes]
+    up = [torch.randn(n, rank) for n in sizes]
+    apart = [lora_linear(x, p, None, a, b, 0.5, "nf4", K) for p, a, b in zip(packs, down, up, strict=True)]
+    stacked = lora_linear(x, torch.cat(packs), None, torch.cat(down), torch.cat(up), 0.5, "nf4", K, splits=sizes)
+    torch.testing.assert_close(stacked, torch.cat(apart, 1), rtol=1e-5, atol=1e-5)
+    (one,) = torch.autograd.grad(stacked.square().sum(), x)
+    (sum_of_three,) = torch.autograd.grad(sum(y.square().sum() for y in apart), x)
+    torch.testing.assert_close(one, sum_of_three, rtol=1e-4, atol=1e-4)
+
+
+def test_saves_the_input_its_projection_and_packed_rows_only() -> None:
+    M, N, K, rank = 64, 128, 96, 4
+    packed = random_packed(Format.parse("nf4"), N, K)
+    x, bias, a, b = leaves(M, N, K, rank, torch.float32, torch.float32)
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = lora_linear(x, packed, bias, a, b, 2.0, "nf4", K)
+    assert sorted(tuple(t.shape) for t in saved) == sorted([(M, K), tuple(packed.shape), (rank, K), (N, rank), (M, rank)])
+    kinds = {type(function).__name__ for function, _ in y.grad_fn.next_functions if function is not None}
+    assert kinds == {"AccumulateGrad"}  # one node, then the leaves
+
+
+def test_gradients_of_gradients() -> None:
+    packed = random_packed(Format.parse("int8"), 6, 9)
+    x, bias, a, b = leaves(3, 6, 9, 2, torch.float32, torch.float32)
+    weight = halfbyte.dequantize(packed, "int8", 9, torch.float32)
+
+    def penalty(y: Tensor) -> tuple[Tensor, ...]:
+        grads = torch.autograd.grad(y.square().sum(), (x, a, b), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), (x, a, b))
+
+    fused = penalty(lora_linear(x, packed, bias, a, b, 0.7, "int8", 9))
+    plain = penalty(x @ weight.T + bias + 0.7 * (x @ a.T) @ b.T)
+    for got, want in zip(fused, plain, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(reentrant: bool) -> None:
+    packed = random_packed(Format.parse("nf4"), 64, 64)
+    x, _, a, b = leaves(5, 64, 64, 3, torch.float32, torch.float32)
+
+    def twice(x: Tensor) -> Tensor:
+        return lora_linear(lora_linear(x, packed, None, a, b, 2.0, "nf4", 64).relu(), packed, None, a, b, 2.0, "nf4", 64)
+
+    plain = torch.autograd.grad(twice(x).sum(), (x, a, b))
+    y = checkpoint(twice, x, use_reentrant=reentrant)
+    y.sum().backward()
+    for got, want in zip((x.grad, a.grad, b.grad), plain, strict=True):
+        assert torch.equal(got, want)
+
+
+def test_autocast_multiplies_in_its_dtype_and_returns_gradients_in_the_leaves() -> None:
+    packed = random_packed(Format.parse("nf4"), 8, 64)
+    x, bias, a, b = inputs = leaves(3, 8, 64, 2, torch.float32, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = lora_linear(x, packed, bias, a, b, 2.0, "nf4", 64)
+        raw, projected = torch.ops.halfbyte.lora_linear(x, packed, bias, a, b, 2.0, [], 0, 64, 64)
+    assert y.dtype == raw.dtype == projected.dtype == torch.bfloat16
+    cast = [t.detach().bfloat16() for t in inputs]
+    assert torch.equal(y, lora_linear(cast[0], packed, cast[1], cast[2], cast[3], 2.0, "nf4", 64))
+    assert torch.equal(y, raw)
+    assert all(g.dtype == torch.float32 for g in torch.autograd.grad(y.float().sum(), inputs))
+
+
+def test_compiles_without_a_graph_break() -> None:
+    torch._dynamo.reset()
+    layer = QuantLinear(64, 32)
+    x, _, a, b = leaves(5, 32, 64, 3, torch.float32, torch.float32)
+
+    def f(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return layer.forward_with_lora(x, a, b, 2.0)
+
+    compiled, eager = torch.compile(f, fullgraph=True, backend="aot_eager")(x, a, b), f(x, a, b)
+    assert torch.equal(compiled, eager)
+    for got, want in zip(
+        torch.autograd.grad(compiled.sum(), (x, a, b)), torch.autograd.grad(eager.sum(), (x, a, b)), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+
+
+def test_an_explicit_compute_dtype_wins_over_autocast() -> None:
+    layer = QuantLinear(64, 8, compute_dtype="float32")
+    x, _, a, b = leaves(3, 8, 64, 2, torch.float32, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer.forward_with_lora(x, a, b, 1.0)
+    assert torch.equal(y, layer.forward_with_lora(x, a, b, 1.0))
+    assert y.dtype == torch.float32
+
+
+@pytest.mark.parametrize("isa", ["scalar", "avx2"])
+def test_other_instruction_sets(isa: str) -> None:
+    """The values and gradients above on an ISA that the CPU has but would not choose."""
+    if "HALFBYTE_CPU_ISA" in os.environ or ("scalar", "avx2").index(isa) >= torch.ops.halfbyte.cpu_isa():
+        pytest.skip("one ISA was asked for, or it is the one in use, or this CPU does not have it")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib", "-k", "values or bit", __file__]
+    env = {**os.environ, "HALFBYTE_CPU_ISA": isa}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
