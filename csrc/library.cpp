@@ -26,6 +26,12 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
       "int block_size, int in_features) -> Tensor");
   // rows of packed (V, row_bytes) at indices (...) int64 or int32 -> (..., embedding_dim) dtype
   m.def("embedding(Tensor indices, Tensor packed, int format, int block_size, int embedding_dim, ScalarType dtype) -> Tensor");
+  // weight (N, K) float32 -> (N, K) float32 what each element was when it was rounded, errors of earlier columns carried in
+  // (factor (K, K) float32 upper triangular), and (N, num_blocks) float32 scales, given or searched: the arguments of
+  // quantize_with_scales. importance (K,), candidates (C,) float32.
+  m.def(
+      "error_feedback(Tensor weight, Tensor? factor, Tensor importance, Tensor? scales, Tensor candidates, int format, int "
+      "block_size) -> (Tensor, Tensor)");
   // instruction set of the CPU kernels in use: 0 scalar, 1 avx2, 2 avx512, 3 amx
   m.def("cpu_isa() -> int");
   // frees the scratch memory that CPU threads keep between calls; bytes kept now, over all threads

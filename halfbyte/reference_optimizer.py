@@ -31,7 +31,7 @@ def flush(x: Array) -> Array:
     return np.asarray(np.where(np.abs(x) < _SMALLEST_NORMAL, np.copysign(np.float32(0), x), x), np.float32)
 
 
-def fma(a: Array, b: Array, c: Array) -> Array:
+def ieee_fma(a: Array, b: Array, c: Array) -> Array:
     """``a * b + c`` with one rounding to fp32: fp64 with round-to-odd, then rounded (53 >= 2 * 24 + 2 bits)."""
     product = np.asarray(a, np.float64) * np.asarray(b, np.float64)  # exact: 48 bits
     addend = np.asarray(c, np.float64)
@@ -44,7 +44,12 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     inexact = np.atleast_1d((error != 0) & np.isfinite(error) & np.isfinite(total)) & (bits % 2 == 0)
     odd = np.where(inexact, bits + np.atleast_1d(nudge), bits).view(np.float64)
     with np.errstate(over="ignore"):
-        return flush(odd.reshape(np.shape(total)).astype(np.float32))
+        return odd.reshape(np.shape(total)).astype(np.float32)
+
+
+def fma(a: Array, b: Array, c: Array) -> Array:
+    """`ieee_fma` with subnormal results as zeros."""
+    return flush(ieee_fma(a, b, c))
 
 
 @functools.cache

@@ -267,6 +267,33 @@ def _embedding_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exce
             yield (torch.tensor([0, bad]), packed, 0, 64, 64, torch.float32), IndexError, "indices must be from 0 to 1"
 
 
+def _feedback_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        weight = torch.randn(5, 100, device=device)
+        factor = torch.eye(100, device=device) + 0.1 * torch.randn(100, 100, device=device).triu(1)
+        ones, candidates = torch.ones(100, device=device), torch.tensor([1.0, 0.9], device=device)
+        yield weight, factor, ones, None, candidates, format.id, format.block_size
+        scales = torch.rand(5, format.num_blocks(100), device=device) + 0.5
+        yield weight, factor, ones, scales, candidates[:0], format.id, format.block_size
+    yield weight, None, ones, None, candidates, 0, 64
+    yield weight[:0], factor, ones, None, candidates, 0, 64
+    yield torch.randn(100, 3, device=device).t(), factor.t().contiguous().t(), ones, None, candidates, 0, 64  # strided
+
+
+def _feedback_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    w, u, d = torch.randn(3, 64, device=device), torch.eye(64, device=device), torch.ones(64, device=device)
+    c = torch.ones(2, device=device)
+    yield from _bad_formats(lambda id, size: (w, u, d, None, c, id, size))
+    yield (w.bfloat16(), u, d, None, c, 0, 64), ValueError, "weight must be float32"
+    yield (w[0], u, d, None, c, 0, 64), ValueError, "weight must have 2 dimensions"
+    yield (w, u.double(), d, None, c, 0, 64), ValueError, "factor must be float32"
+    yield (w, u[:63], d, None, c, 0, 64), ValueError, r"factor must have shape \(in_features, in_features\)"
+    yield (w, u, d[:63], None, c, 0, 64), ValueError, r"importance must have shape \(in_features,\)"
+    yield (w, u, d, torch.ones(3, 2, device=device), c, 0, 64), ValueError, r"scales must have shape \(out_features, num_blocks\)"
+    yield (w, u, d, None, c[:0], 0, 64), ValueError, "candidates must not be empty"
+    yield (w, u, d, None, u, 0, 64), ValueError, "candidates must have 1 dimension"
+
+
 def _no_arguments(device: str) -> Iterator[tuple[Any, ...]]:
     yield ()
 
@@ -338,6 +365,7 @@ SPECS: dict[str, OpSpec] = {
     "lora_linear": OpSpec(_lora_samples, _lora_hostile, differentiable=True),
     "lora_linear_backward_input": OpSpec(_lora_backward_samples, _lora_backward_hostile, differentiable=True),
     "embedding": OpSpec(_embedding_samples, _embedding_hostile),
+    "error_feedback": OpSpec(_feedback_samples, _feedback_hostile),
     "cpu_isa": OpSpec(_no_arguments, _nothing_hostile),
     "clear_workspace": OpSpec(_no_arguments, _nothing_hostile),
     "workspace_bytes": OpSpec(_no_arguments, _nothing_hostile),

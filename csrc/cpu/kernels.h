@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../formats.h"
+#include "error_feedback.h"
 #include "linear_kernels.h"
 #include "optimizer.h"
 
@@ -25,6 +26,7 @@ struct Kernels {
 
   LinearKernels linear;
   OptimizerKernels optimizer;
+  FeedbackKernels feedback;
 };
 
 }  // namespace halfbyte::cpu

@@ -85,6 +85,9 @@ inline Ints negate_if_negative(Ints a, Floats test) {
   // vpsignd negates where its second operand is negative and zeroes where it is 0; | 1 keeps the sign and never is 0.
   return _mm256_sign_epi32(a, _mm256_or_si256(_mm256_castps_si256(test), _mm256_set1_epi32(1)));
 }
+inline Floats if_greater(Floats x, Floats y, Floats a, Floats b) {
+  return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_GT_OQ));
+}
 inline Ints add_if_greater(Ints a, Floats x, Floats y) {
   return _mm256_sub_epi32(a, _mm256_castps_si256(_mm256_cmp_ps(x, y, _CMP_GT_OQ)));
 }

@@ -76,6 +76,9 @@ inline Ints keep_if_positive(Ints a, Floats test) {
 inline Ints negate_if_negative(Ints a, Floats test) {
   return _mm512_mask_sub_epi32(a, _mm512_movepi32_mask(_mm512_castps_si512(test)), _mm512_setzero_si512(), a);
 }
+inline Floats if_greater(Floats x, Floats y, Floats a, Floats b) {
+  return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
+}
 inline Ints add_if_greater(Ints a, Floats x, Floats y) {
   return _mm512_mask_add_epi32(a, _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), a, _mm512_set1_epi32(1));
 }

@@ -61,6 +61,8 @@ inline Floats keep_if_nonzero(Floats a, Floats test) { return test != 0.0f ? a :
 inline Ints keep_if_positive(Ints a, Floats test) { return test > 0.0f ? a : 0u; }
 // test < 0 (by its sign bit) ? -a : a
 inline Ints negate_if_negative(Ints a, Floats test) { return float_bits(test) >> 31 ? 0u - a : a; }
+// x > y ? a : b
+inline Floats if_greater(Floats x, Floats y, Floats a, Floats b) { return x > y ? a : b; }
 // a + (x > y)
 inline Ints add_if_greater(Ints a, Floats x, Floats y) { return a + (x > y); }
 // ((bits(a) >> 16) - offset, not below 0) * 153 >> 16
