@@ -5,11 +5,12 @@ op's fake (shape) kernel, gradient and autocast rule. Values, shapes and sizes a
 also be called directly.
 """
 
+from halfbyte.ops.broadcast import quantize_broadcast_, quantize_scatter_
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.embedding import embedding
 from halfbyte.ops.linear import clear_workspace, linear, linear_backward_input
 from halfbyte.ops.optimizer import adam8bit_step_, adamw8bit_step_, lion8bit_step_, sgd8bit_step_
-from halfbyte.ops.quantize import quantize
+from halfbyte.ops.quantize import quantize, quantize_
 
 __all__ = [
     "adam8bit_step_",
@@ -21,5 +22,8 @@ __all__ = [
     "linear_backward_input",
     "lion8bit_step_",
     "quantize",
+    "quantize_",
+    "quantize_broadcast_",
+    "quantize_scatter_",
     "sgd8bit_step_",
 ]
