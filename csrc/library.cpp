@@ -9,6 +9,16 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   m.def("quantize(Tensor input, int format, int block_size) -> Tensor");
   // the same with given absmax values: scales (..., num_blocks) float32
   m.def("quantize_with_scales(Tensor input, Tensor scales, int format, int block_size) -> Tensor");
+  // quantize into memory that exists: packed (..., row_bytes) uint8 contiguous <- input (..., K)
+  m.def("quantize_(Tensor(a!) packed, Tensor input, int format, int block_size) -> ()");
+  // quantize_ on the group's source_rank, then the rows travel by torch.distributed: all of them to every rank (broadcast), or
+  // to each its rows of Shard(0) (scatter). input is None elsewhere; group_name "" is one process. Kernels: halfbyte/ops.
+  m.def(
+      "quantize_broadcast_(Tensor(a!) packed, Tensor? input, int format, int block_size, int source_rank, str group_name) "
+      "-> ()");
+  m.def(
+      "quantize_scatter_(Tensor(a!) packed, Tensor? input, int format, int block_size, int source_rank, str group_name) "
+      "-> ()");
   // (..., row_bytes) uint8 -> (..., K) dtype
   m.def("dequantize(Tensor packed, int format, int block_size, int in_features, ScalarType dtype) -> Tensor");
   // (..., K) x packed (N, row_bytes) + bias (N,) -> (..., N), in input's dtype

@@ -18,6 +18,16 @@ inline void check_scales(const char* op, const Tensor& input, const Tensor& scal
                  " (one absmax per block), got input ", shape_text(input), " and scales ", shape_text(scales));
 }
 
+// packed that quantize_ writes: input's rows, each of layout.row_bytes, one after the other.
+inline void check_target(const char* op, const Tensor& packed, const Tensor& input, const RowLayout& layout) {
+  check_same_device(op, "input", input, "packed", packed);
+  check_packed(op, packed, layout);
+  HALFBYTE_CHECK(with_last_size(input, layout.row_bytes) == std::vector<int64_t>(packed.sizes().begin(), packed.sizes().end()),
+                 op, "packed must have input's shape with the last dimension replaced by ", layout.row_bytes, ", got input ",
+                 shape_text(input), " and packed ", shape_text(packed));
+  HALFBYTE_CHECK(packed.is_contiguous(), op, "packed must be contiguous: its rows are written where they are");
+}
+
 // t (input or grad_output) against a packed weight (out_features, row_bytes).
 inline RowLayout checked_product(const char* op, const char* name, const Tensor& t, const Tensor& packed, int64_t format,
                                  int64_t block_size, int64_t in_features) {

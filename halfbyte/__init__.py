@@ -1,6 +1,7 @@
 """Native low-bit training for PyTorch: a quantized weight is one matrix of bytes."""
 
-from halfbyte import distributed, memory, nn, ops, optim
+from halfbyte import checkpoint, distributed, memory, nn, ops, optim
+from halfbyte.checkpoint import load_quantized, save_quantized
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.memory.report import Report, report, verify
@@ -14,10 +15,12 @@ __all__ = [
     "Format",
     "QuantizationError",
     "Report",
+    "checkpoint",
     "clear_workspace",
     "dequantize",
     "distributed",
     "init_quantized",
+    "load_quantized",
     "memory",
     "nn",
     "ops",
@@ -25,5 +28,6 @@ __all__ = [
     "quantize",
     "quantize_model",
     "report",
+    "save_quantized",
     "verify",
 ]

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["LIBRARY_DIR", "build_info", "load_error", "overload", "register_autocast", "register_fake"]
+__all__ = ["LIBRARY_DIR", "build_info", "load_error", "overload", "register_autocast", "register_fake", "register_kernel"]
 
 LIBRARY_DIR = Path(__file__).parent / "lib"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -67,6 +67,12 @@ def register_fake(name: str) -> Callable[[_F], _F]:
         return function
 
     return decorate
+
+
+def register_kernel(name: str, function: Callable[..., Any]) -> None:
+    """Makes a Python function the kernel of an op on every device; does nothing if the libraries are not loaded."""
+    if load_error is None:
+        _registrations.impl(name, function, "CompositeExplicitAutograd")
 
 
 def register_autocast(name: str, function: Callable[[str], Callable[..., Any]]) -> None:

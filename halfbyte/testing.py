@@ -112,6 +112,39 @@ def _scales_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Excepti
     yield (x, scales.double(), 0, 64), ValueError, "scales must be float32"
 
 
+def _in_place_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            rows = torch.zeros(3, format.row_bytes(65), dtype=torch.uint8, device=device)
+            yield rows, torch.randn(3, 65, device=device, dtype=dtype), format.id, format.block_size
+    yield torch.zeros(2, 3, 48, dtype=torch.uint8, device=device), torch.randn(2, 3, 64, device=device), 0, 64
+    yield torch.zeros(0, 48, dtype=torch.uint8, device=device), torch.randn(0, 64, device=device), 0, 64
+
+
+def _in_place_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    x, rows = torch.randn(2, 64, device=device), torch.zeros(2, 48, dtype=torch.uint8, device=device)
+    yield from _bad_formats(lambda id, size: (rows, x, id, size))
+    yield (rows[0], x[0], 0, 64), ValueError, "at least 2 dimensions"
+    yield (rows, x.double(), 0, 64), ValueError, "input must be float32"
+    yield (rows[:1], x, 0, 64), ValueError, "packed must have input's shape"
+    yield (rows.view(2, 1, 48), x, 0, 64), ValueError, "packed must have input's shape"
+    yield (rows[:, :32], x, 0, 64), ValueError, "packed must have 48 bytes per row"
+    yield (rows.to(torch.int8), x, 0, 64), ValueError, "packed must be uint8"
+    yield (torch.zeros(4, 48, dtype=torch.uint8, device=device)[::2], x, 0, 64), ValueError, "packed must be contiguous"
+
+
+def _moving_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for packed, input, format, block_size in _in_place_samples(device):
+        yield packed, input, format, block_size, 0, ""  # one process; tests/distributed runs them on several
+
+
+def _moving_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    x, rows = torch.randn(2, 64, device=device), torch.zeros(2, 48, dtype=torch.uint8, device=device)
+    yield (rows, None, 0, 64, 0, ""), ValueError, "input is missing on the source"
+    yield (rows, x, 0, 64, 1, ""), ValueError, "source_rank must be from 0 to 0, got 1"
+    yield (rows, x.requires_grad_(), 0, 64, 0, ""), RuntimeError, "input requires grad"
+
+
 def _dequantize_samples(device: str) -> Iterator[tuple[Any, ...]]:
     for format in ALL_FORMATS:
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -359,6 +392,9 @@ def _optimizer_hostile(name: str) -> Callable[[str], Iterator[tuple[tuple[Any, .
 SPECS: dict[str, OpSpec] = {
     "quantize": OpSpec(_quantize_samples, _quantize_hostile),
     "quantize_with_scales": OpSpec(_scales_samples, _scales_hostile),
+    "quantize_": OpSpec(_in_place_samples, _in_place_hostile),
+    "quantize_broadcast_": OpSpec(_moving_samples, _moving_hostile),
+    "quantize_scatter_": OpSpec(_moving_samples, _moving_hostile),
     "dequantize": OpSpec(_dequantize_samples, _dequantize_hostile),
     "linear": OpSpec(_linear_samples, _linear_hostile, differentiable=True),
     "linear_backward_input": OpSpec(_backward_samples, _backward_hostile, differentiable=True),

@@ -132,8 +132,9 @@ def test_every_op_has_one_stem() -> None:
     schemas = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc/library.cpp").read_text())
     assert schemas
     registered = "".join(p.read_text() for p in (ROOT / "csrc/cpu").glob("*.cpp"))
+    in_python = "".join(p.read_text() for p in (ROOT / "halfbyte/ops").glob("*.py"))  # those that torch.distributed moves
     for name in schemas:
-        assert f'm.impl("{name}"' in registered, f"{name} has no CPU kernel"
+        assert f'm.impl("{name}"' in registered or f'register_kernel("{name}"' in in_python, f"{name} has no CPU kernel"
 
 
 def test_no_empty_words_in_names() -> None:

@@ -1,6 +1,6 @@
-// Fronts of quantize and quantize_with_scales on the CPU: check, allocate, split rows over threads.
+// Fronts of quantize, quantize_with_scales and quantize_ on the CPU: check, allocate, split rows over threads.
 #include "../bridge.h"
-#include "../checks.h"
+#include "../operands.h"
 #include "isa.h"
 #include "output_memory.h"
 
@@ -8,7 +8,7 @@ namespace halfbyte::cpu {
 namespace {
 
 Tensor quantize_checked(const char* op, const Tensor& input, const std::optional<Tensor>& scales, int64_t format,
-                        int64_t block_size) {
+                        int64_t block_size, const std::optional<Tensor>& into = std::nullopt) {
   HALFBYTE_CHECK(input.dim() >= 2, op, "input must have at least 2 dimensions, got shape ", shape_text(input));
   const DType dtype = checked_dtype(op, "input", input.scalar_type());
   const RowLayout layout = checked_layout(op, format, block_size, input.size(input.dim() - 1));
@@ -16,16 +16,13 @@ Tensor quantize_checked(const char* op, const Tensor& input, const std::optional
   const Tensor x = torch::stable::contiguous(input);
   std::optional<Tensor> s;
   if (scales) {
-    HALFBYTE_CHECK(scales->scalar_type() == ScalarType::Float, op, "scales must be float32, got ", dtype_name(scales->scalar_type()));
-    check_same_device(op, "input", input, "scales", *scales);
-    HALFBYTE_CHECK(with_last_size(input, layout.num_blocks) == std::vector<int64_t>(scales->sizes().begin(), scales->sizes().end()),
-                   op, "scales must have input's shape with the last dimension replaced by ", layout.num_blocks,
-                   " (one absmax per block), got input ", shape_text(input), " and scales ", shape_text(*scales));
+    check_scales(op, input, *scales, layout);
     s = torch::stable::contiguous(*scales);
   }
-  Tensor packed = torch::stable::new_empty(x, with_last_size(input, layout.row_bytes), ScalarType::Byte);
+  if (into) check_target(op, *into, input, layout);
+  Tensor packed = into ? *into : torch::stable::new_empty(x, with_last_size(input, layout.row_bytes), ScalarType::Byte);
   const int64_t source_row = layout.in_features * int64_t(x.element_size());
-  prefer_huge_pages(packed.mutable_data_ptr(), rows * layout.row_bytes);
+  if (!into) prefer_huge_pages(packed.mutable_data_ptr(), rows * layout.row_bytes);
   const auto* source = static_cast<const char*>(x.const_data_ptr());
   const float* given = s ? s->const_data_ptr<float>() : nullptr;
   auto* target = packed.mutable_data_ptr<uint8_t>();
@@ -45,10 +42,15 @@ Tensor quantize_with_scales(const Tensor& input, const Tensor& scales, int64_t f
   return quantize_checked("quantize_with_scales", input, scales, format, block_size);
 }
 
+void quantize_(const Tensor& packed, const Tensor& input, int64_t format, int64_t block_size) {
+  quantize_checked("quantize_", input, std::nullopt, format, block_size, packed);
+}
+
 }  // namespace
 }  // namespace halfbyte::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) {
   m.impl("quantize", TORCH_BOX(&halfbyte::cpu::quantize));
   m.impl("quantize_with_scales", TORCH_BOX(&halfbyte::cpu::quantize_with_scales));
+  m.impl("quantize_", TORCH_BOX(&halfbyte::cpu::quantize_));
 }

@@ -1,5 +1,7 @@
-"""Checkpoints of other libraries, read and written without them."""
+"""Checkpoints: quantized folders, loading them and dense ones, and those of other libraries, read without them."""
 
 from halfbyte.checkpoint import bitsandbytes
+from halfbyte.checkpoint.folder import save_quantized
+from halfbyte.checkpoint.load import load_quantized
 
-__all__ = ["bitsandbytes"]
+__all__ = ["bitsandbytes", "load_quantized", "save_quantized"]

@@ -22,7 +22,7 @@ from halfbyte.formats import BLOCK_SIZES, FP4_MAGNITUDES, NF4_VALUES, Format
 from halfbyte.nn.linear import QuantLinear
 from halfbyte.nn.packed import PackedRows
 
-__all__ = ["KEYS", "StoredLayer", "export_state_dict", "read_layer", "write_layer"]
+__all__ = ["KEYS", "StoredLayer", "export_state_dict", "read_layer", "stored_format", "write_layer"]
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _KEYS_4BIT = (
@@ -102,6 +102,32 @@ def read_layer(tensors: Mapping[str, Tensor], name: str, shape: tuple[int, int])
     return _read_4bit(layer, weight, shape)
 
 
+def stored_format(
+    tensors: Mapping[str, Tensor], name: str, shape: tuple[int, int]
+) -> tuple[Format | None, str | None] | None:
+    """What `read_layer` would find, without the weight: large tensors may be on meta.
+
+    Args:
+        tensors: the checkpoint; quantization states (`...quant_state...`) must have values.
+        name: dotted name of the layer.
+        shape: (N, K) of its dense weight.
+
+    Returns:
+        (format of the rows, None) or (None, why it has none); None if the checkpoint holds the layer dense.
+
+    Raises:
+        QuantizationError: a state is missing, damaged or contradicts the layer; the message names it.
+    """
+    layer = _Layer(tensors, name)
+    weight = layer.tensor("weight")
+    if weight.dtype == torch.int8 or any(suffix in layer for suffix in _KEYS_8BIT):
+        return Format.parse("int8"), None
+    if not any(suffix in layer for suffix in _KEYS_4BIT) and weight.is_floating_point() and tuple(weight.shape) == shape:
+        return None
+    _, codebook, state = _state_of(layer, weight, shape)
+    return _format_of(codebook, state["blocksize"], shape[1])
+
+
 class _Layer:
     """The tensors of one layer, and errors that name their keys."""
 
@@ -130,12 +156,7 @@ class _Layer:
 
 
 def _read_4bit(layer: _Layer, weight: Tensor, shape: tuple[int, int]) -> StoredLayer:
-    states = [suffix for suffix in (f"{_STATE}nf4", f"{_STATE}fp4") if suffix in layer]
-    if len(states) != 1:
-        problem = "contradicts " + layer.key(states[1]) if states else f"(or ...__fp4) is missing: {_seen(layer, weight)}"
-        raise layer.error(states[0] if states else f"{_STATE}nf4", problem)
-    codebook = states[0].removeprefix(_STATE)
-    state = _parse_state(layer, states[0], codebook, shape)
+    state_key, codebook, state = _state_of(layer, weight, shape)
     N, K = shape
     block_size = state["blocksize"]
     codes = weight.detach().contiguous().view(-1).view(torch.uint8)
@@ -144,17 +165,33 @@ def _read_4bit(layer: _Layer, weight: Tensor, shape: tuple[int, int]) -> StoredL
     table = torch.tensor(_QUANT_MAPS[codebook], dtype=torch.float32, device=codes.device)
     if not torch.equal(layer.tensor("weight.quant_map", torch.float32, 16).view(-1), table):
         raise layer.error("weight.quant_map", f"is not the table of {codebook}")
-    absmax = _read_absmax(layer, states[0], state, -(-N * K // block_size))
+    absmax = _read_absmax(layer, state_key, state, -(-N * K // block_size))
     dtype = _DTYPES[state["dtype"]]
-    if K % block_size or block_size not in BLOCK_SIZES:
+    format, reason = _format_of(codebook, block_size, K)
+    if format is None:
         halves = torch.stack((codes >> 4, codes & 15), dim=-1).view(-1)[: N * K]
         scales = absmax.repeat_interleave(block_size)[: N * K]
-        reason = f"its bitsandbytes blocks of {block_size} cross rows of {K}"
-        if K % block_size == 0:
-            reason = f"no format has blocks of {block_size}"
         return StoredLayer((table[halves.int()] * scales).view(N, K), None, dtype, reason)
-    format = Format(codebook, block_size)
     return StoredLayer(_pack(codes.view(N, K // 2), absmax.view(N, -1), format, K), format, dtype)
+
+
+def _state_of(layer: _Layer, weight: Tensor, shape: tuple[int, int]) -> tuple[str, str, dict[str, Any]]:
+    """(key, codebook, content) of a 4-bit layer's quantization state."""
+    states = [suffix for suffix in (f"{_STATE}nf4", f"{_STATE}fp4") if suffix in layer]
+    if len(states) != 1:
+        problem = "contradicts " + layer.key(states[1]) if states else f"(or ...__fp4) is missing: {_seen(layer, weight)}"
+        raise layer.error(states[0] if states else f"{_STATE}nf4", problem)
+    codebook = states[0].removeprefix(_STATE)
+    return states[0], codebook, _parse_state(layer, states[0], codebook, shape)
+
+
+def _format_of(codebook: str, block_size: int, K: int) -> tuple[Format | None, str | None]:
+    """The format of a 4-bit layer's rows, or why it has none."""
+    if K % block_size:
+        return None, f"its bitsandbytes blocks of {block_size} cross rows of {K}"
+    if block_size not in BLOCK_SIZES:
+        return None, f"no format has blocks of {block_size}"
+    return Format(codebook, block_size), None
 
 
 def _seen(layer: _Layer, weight: Tensor) -> str:

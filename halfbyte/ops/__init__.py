@@ -5,13 +5,14 @@ op's fake (shape) kernel, gradient and autocast rule. Values, shapes and sizes a
 also be called directly.
 """
 
+from halfbyte.ops.broadcast import quantize_broadcast_, quantize_scatter_
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.embedding import embedding
 from halfbyte.ops.error_feedback import error_feedback
 from halfbyte.ops.linear import clear_workspace, linear, linear_backward_input
 from halfbyte.ops.lora_linear import lora_linear
 from halfbyte.ops.optimizer import adam8bit_step_, adamw8bit_step_, lion8bit_step_, sgd8bit_step_
-from halfbyte.ops.quantize import quantize
+from halfbyte.ops.quantize import quantize, quantize_
 
 __all__ = [
     "adam8bit_step_",
@@ -25,5 +26,8 @@ __all__ = [
     "lion8bit_step_",
     "lora_linear",
     "quantize",
+    "quantize_",
+    "quantize_broadcast_",
+    "quantize_scatter_",
     "sgd8bit_step_",
 ]

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from halfbyte._library import overload, register_fake
 from halfbyte.formats import Format
 
 _quantize = overload("quantize")
 _quantize_with_scales = overload("quantize_with_scales")
+_quantize_ = overload("quantize_")
 
 
 def quantize(tensor: Tensor, format: str | Format = "nf4", *, scales: Tensor | None = None) -> Tensor:
@@ -53,6 +55,36 @@ def quantize(tensor: Tensor, format: str | Format = "nf4", *, scales: Tensor | N
     return _quantize_with_scales(tensor, scales, fmt.id, fmt.block_size)
 
 
+def quantize_(packed: Tensor, input: Tensor, format: str | Format = "nf4") -> None:
+    """`quantize` into memory that exists: a slice of a communication bucket, or a parameter.
+
+    Args:
+        packed: where the rows go, shape (..., N, row_bytes) uint8, contiguous, on the device of `input`.
+        input: shape (..., N, K), float32, bfloat16 or float16.
+        format: a `Format` or its name.
+
+    Raises:
+        TypeError: `input` is not a tensor of an accepted dtype.
+        ValueError: unknown format, or `packed` has another shape, dtype or device, or is not contiguous.
+        RuntimeError: `input` requires grad (quantization has no derivative).
+
+    Example:
+        >>> import torch, halfbyte
+        >>> bucket = torch.zeros(1000, dtype=torch.uint8)
+        >>> halfbyte.ops.quantize_(bucket[64:192].view(2, 64), torch.ones(2, 100))
+        >>> torch.equal(bucket[64:192].view(2, 64), halfbyte.quantize(torch.ones(2, 100)))
+        True
+    """
+    fmt = Format.parse(format)
+    if not isinstance(input, Tensor) or input.dtype not in FLOAT_DTYPES:
+        raise TypeError(f"halfbyte.quantize_: input must be a {FLOAT_NAMES} tensor, got {describe(input)}")
+    if input.requires_grad and torch.is_grad_enabled():
+        raise RuntimeError("halfbyte.quantize_: input requires grad, but quantization has no derivative; detach() it")
+    _quantize_(packed, input, fmt.id, fmt.block_size)
+    if not packed.is_inference():  # the stable ABI does not bump version counters
+        increment_version(packed)
+
+
 FLOAT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 FLOAT_NAMES = "float32, bfloat16 or float16"
 
@@ -73,3 +105,8 @@ def _(input: Tensor, format: int, block_size: int) -> Tensor:
 def _(input: Tensor, scales: Tensor, format: int, block_size: int) -> Tensor:
     row_bytes = Format.from_id(format, block_size).row_bytes(input.shape[-1])
     return input.new_empty((*input.shape[:-1], row_bytes), dtype=torch.uint8)
+
+
+@register_fake("quantize_")
+def _(packed: Tensor, input: Tensor, format: int, block_size: int) -> None:
+    Format.from_id(format, block_size).row_bytes(input.shape[-1])

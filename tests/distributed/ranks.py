@@ -13,8 +13,11 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 150
 
 
-def run_ranks(script: Path, *arguments: str, world: int = 2) -> list[str]:
-    """Runs `script` once per rank and returns what each printed. No process outlives the timeout."""
+def run_ranks(script: Path, *arguments: str, world: int = 2, killed: int | None = None) -> list[str]:
+    """Runs `script` once per rank and returns what each printed. No process outlives the timeout.
+
+    `killed` is the rank that is expected to kill itself.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
@@ -46,5 +49,5 @@ def run_ranks(script: Path, *arguments: str, world: int = 2) -> list[str]:
         for process in processes:
             process.kill()
     codes = [process.returncode for process in processes]
-    assert codes == [0] * world, "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(outputs))
+    assert codes == [-9 if rank == killed else 0 for rank in range(world)], "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(outputs))
     return outputs
