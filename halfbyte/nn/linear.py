@@ -97,23 +97,7 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         Raises:
             TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
         """
-        device_type = input.device.type
-        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-        dtype = self.compute_dtype or autocast or input.dtype
-        if not input.is_floating_point() or dtype not in FLOAT_DTYPES:
-            raise TypeError(
-                f"QuantLinear: input must be float32, bfloat16 or float16 (or compute_dtype be set), got {describe(input)}"
-            )
-        bias: Tensor | None = self.bias
-        if input.dtype != dtype:
-            input = input.to(dtype)
-        if bias is not None and bias.dtype != dtype:
-            bias = bias.to(dtype)
-        format = self.format
-        if autocast is not None and autocast != dtype:  # an explicit compute_dtype wins over autocast
-            with torch.autocast(device_type, enabled=False):
-                return linear_by_id(input, self.packed, bias, format.id, format.block_size, self.in_features)
-        return linear_by_id(input, self.packed, bias, format.id, format.block_size, self.in_features)
+        return packed_linear(input, self.packed, self.bias, self.format, self.in_features, self.compute_dtype)
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802 - PEFT's name
@@ -161,6 +145,32 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             dequantize_linear_(self, value)
             return
         super().__setattr__(name, value)
+
+
+def packed_linear(
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    format: Format,
+    in_features: int,
+    compute_dtype: torch.dtype | None,
+) -> Tensor:
+    """`halfbyte.ops.linear` in the compute dtype; None: the autocast dtype where autocast is active, else the input's."""
+    device_type = input.device.type
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    dtype = compute_dtype or autocast or input.dtype
+    if not input.is_floating_point() or dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"QuantLinear: input must be float32, bfloat16 or float16 (or compute_dtype be set), got {describe(input)}"
+        )
+    if input.dtype != dtype:
+        input = input.to(dtype)
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    if autocast is not None and autocast != dtype:  # an explicit compute_dtype wins over autocast
+        with torch.autocast(device_type, enabled=False):
+            return linear_by_id(input, packed, bias, format.id, format.block_size, in_features)
+    return linear_by_id(input, packed, bias, format.id, format.block_size, in_features)
 
 
 def quantize_linear_(linear: nn.Module, format: Format, compute_dtype: torch.dtype | None) -> QuantLinear:
