@@ -24,7 +24,7 @@ from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.nn.conv1d import linear_shape, linear_weight
 from halfbyte.nn.linear import QuantLinear
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed
 from halfbyte.ops.dequantize import dequantize
 from peft_bridge.config import HalfbyteConfig
 
@@ -226,7 +226,7 @@ def export_bitsandbytes(
     dense = [
         f"{name}$" if any(other.startswith(name) for other in packed) else name
         for name, module in layers.items()
-        if not isinstance(module, PackedRows)
+        if not isinstance(module, Packed)
     ]
     quantization = {
         "quant_method": BITSANDBYTES,

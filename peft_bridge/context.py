@@ -10,7 +10,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed
 from halfbyte.nn.settings import InitSettings, active_settings, paused
 from peft_bridge.bitsandbytes import BITSANDBYTES, config_of, method_of
 from peft_bridge.config import HalfbyteConfig
@@ -49,7 +49,7 @@ def _wrapped(method: Any) -> Any:
         with paused():
             result = original(cls, path, *args, config=config, **kwargs)
         model = result[0] if isinstance(result, tuple) else result
-        settings.built += sum(isinstance(module, PackedRows) for module in model.modules())
+        settings.built += sum(isinstance(module, Packed) for module in model.modules())
         return result
 
     return classmethod(from_pretrained)  # type: ignore[arg-type]

@@ -6,12 +6,13 @@ import functools
 from typing import Any
 
 from peft.tuners.lora.model import LoraModel
-from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer
+from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
 from torch import nn
 
 from halfbyte.nn.embedding import QuantEmbedding
+from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.linear import QuantLinear
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed
 
 SUPPORTED = "LoRA and its variants (rsLoRA, DoRA, PiSSA, OLoRA, LoftQ), prompt methods, and any method on the dense layers"
 
@@ -37,7 +38,11 @@ def accept_unsupported() -> None:
 def _checked(original: Any) -> Any:
     @functools.wraps(original)
     def inject_adapter(self: Any, model: nn.Module, adapter_name: str, *args: Any, **kwargs: Any) -> None:
-        _check_copies(self.peft_config[adapter_name], model)
+        config = self.peft_config[adapter_name]
+        if getattr(config, "target_modules", None) == "all-linear" and _has_experts(model):
+            # PEFT would add the experts' fused parameters to "all-linear"; packed, they are trained around.
+            _maybe_include_all_linear_layers(config, model)
+        _check_copies(config, model)
         create = self._create_and_replace
 
         # Every method has its own; it is called for each target, before anything is changed there.
@@ -54,9 +59,13 @@ def _checked(original: Any) -> Any:
     return inject_adapter
 
 
+def _has_experts(model: nn.Module) -> bool:
+    return any(isinstance(module, QuantExperts) for module in model.modules())
+
+
 def _check_target(tuner: BaseTuner, config: Any, target: nn.Module, name: str) -> None:
     base = target.get_base_layer() if isinstance(target, BaseTunerLayer) else target
-    if not isinstance(base, PackedRows):
+    if not isinstance(base, Packed):
         return
     # AdaLoRA is a LoraModel too, with layers of its own.
     lora = getattr(type(tuner), "_create_new_module", None) is LoraModel._create_new_module
@@ -72,7 +81,7 @@ def _check_target(tuner: BaseTuner, config: Any, target: nn.Module, name: str) -
 
 def _check_copies(config: Any, model: nn.Module) -> None:
     """`modules_to_save` trains copies of modules and `target_parameters` sums with a parameter: neither works on rows."""
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedRows)}
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, Packed)}
     for wanted in getattr(config, "modules_to_save", None) or ():
         for name, module in packed.items():
             if f".{name}".endswith(f".{wanted}"):

@@ -13,8 +13,9 @@ from transformers.quantizers.base import get_keys_to_not_convert
 from halfbyte.formats import Format
 from halfbyte.nn.conv1d import linear_shape
 from halfbyte.nn.embedding import quantize_embedding_
+from halfbyte.nn.experts import expert_weights, quantize_experts_
 from halfbyte.nn.linear import quantize_linear_
-from halfbyte.nn.packed import PackedRows, as_dtype
+from halfbyte.nn.packed import Packed, as_dtype
 from halfbyte.nn.skip import SkipRules
 from peft_bridge.config import HalfbyteConfig
 
@@ -24,7 +25,7 @@ class Plan:
     """What a load is to produce.
 
     Attributes:
-        formats: for each dense `nn.Linear`, `Conv1D` or `nn.Embedding` that is to be packed, by module name.
+        formats: for each dense linear layer, `nn.Embedding` or mixture of experts that is to be packed, by module name.
         reasons: for each that is to stay dense, by module name.
     """
 
@@ -41,8 +42,8 @@ def plan_layers(model: PreTrainedModel, config: HalfbyteConfig) -> Plan:
     defaults = set(get_keys_to_not_convert(model)) if config.skip is None else set()
     table_format = None if config.embedding_format is None else Format.parse(config.embedding_format)
     for name, module in model.named_modules():
-        linear = linear_shape(module) is not None
-        if not (linear or isinstance(module, nn.Embedding)) or isinstance(module, PackedRows):
+        linear = linear_shape(module) is not None or bool(expert_weights(module))
+        if not (linear or isinstance(module, nn.Embedding)) or isinstance(module, Packed):
             continue
         format = Format.parse(config.format) if linear else table_format
         reason = own.get(module)
@@ -60,9 +61,11 @@ def plan_layers(model: PreTrainedModel, config: HalfbyteConfig) -> Plan:
 
 
 def pack_module_(module: nn.Module, format: Format, compute_dtype: str | None) -> None:
-    """Turns a dense linear layer or `nn.Embedding` into its packed class where it stands; on meta only shapes change."""
+    """Turns a dense module into its packed class where it stands; on meta only shapes change."""
     dtype = as_dtype("compute_dtype", compute_dtype)
-    if linear_shape(module):
+    if expert_weights(module):
+        quantize_experts_(module, format, dtype)
+    elif linear_shape(module):
         quantize_linear_(module, format, dtype)
     else:
         assert isinstance(module, nn.Embedding)

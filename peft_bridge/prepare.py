@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed
 
 
 def prepare_model(model: nn.Module, *, gradient_checkpointing: bool = True) -> nn.Module:
@@ -27,7 +27,7 @@ def prepare_model(model: nn.Module, *, gradient_checkpointing: bool = True) -> n
     Raises:
         TypeError: the model has no packed layer, or can't checkpoint (no `activation_checkpointing_enable`).
     """
-    if not any(isinstance(module, PackedRows) for module in model.modules()):
+    if not any(isinstance(module, Packed) for module in model.modules()):
         raise TypeError(f"prepare_model: model must have packed layers, {type(model).__name__} has none")
     if not any(_is_adapter(module) for module in model.modules()):
         fresh: frozenset[str] = getattr(model, "_halfbyte_fresh", frozenset())  # recorded by the quantizer

@@ -16,8 +16,16 @@ from halfbyte.formats import Format
 from halfbyte.nn.conv1d import is_conv1d, linear_shape, linear_weight
 from halfbyte.nn.convert import nothing_quantized
 from halfbyte.nn.embedding import QuantEmbedding, dequantize_embedding_
+from halfbyte.nn.experts import (
+    QuantExperts,
+    dequantize_experts_,
+    expert_shape,
+    expert_weights,
+    pack_experts,
+    quantize_experts_,
+)
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
-from halfbyte.nn.packed import PackedRows, as_dtype
+from halfbyte.nn.packed import Packed, PackedRows, as_dtype
 from halfbyte.nn.skip import mark_dense
 from halfbyte.ops.quantize import quantize
 from peft_bridge.bitsandbytes import ReadBitsandbytes
@@ -84,6 +92,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self._reader = ReadBitsandbytes(wanted) if marks.pop("bitsandbytes", False) else None
         self._plan = Plan()
         self._files: list[str] | None = None
+        self._shapes: dict[str, torch.Size] = {}
         self._dtypes: dict[str, torch.dtype] = {}  # of every layer that may become packed, as the model was built
 
     # ---- before the weights: the model is on meta -------------------------------------------------------------------
@@ -106,10 +115,11 @@ class HalfbyteQuantizer(HfQuantizer):
         self._plan = plan_layers(model, self.quantization_config)
         if self._reader is not None:  # an output embedding that the checkpoint holds quantized is a wish like any other
             self._reader.dense = plan_layers(model, HalfbyteConfig(skip=())).reasons
+        self._shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._dtypes = {
-            f"{name}.weight": module.get_parameter("weight").dtype
+            f"{name}.{leaf}": module.get_parameter(leaf).dtype
             for name, module in model.named_modules()
-            if type(module) in (nn.Linear, nn.Embedding) or is_conv1d(module)
+            for leaf in _weights_of(module)
         }
 
     # ---- called by the loader per key --------------------------------------------------------------------------------
@@ -118,15 +128,17 @@ class HalfbyteQuantizer(HfQuantizer):
         """Whether to pack the value on its way in; also, for any load, whether its shape may differ from the dense one."""
         if self.pre_quantized:
             return param_name in self._dtypes
-        return param_name.endswith(".weight") and param_name[: -len(".weight")] in self._plan.formats
+        return param_name in self._dtypes and param_name.rpartition(".")[0] in self._plan.formats
 
     def param_element_size(self, model: PreTrainedModel, param_name: str, param: Tensor) -> float:
         """Bytes per dense element: device maps and the CUDA allocator's warm-up are computed from it before loading."""
-        owner = param_name.removesuffix(".weight")
+        owner = param_name.rpartition(".")[0]
         format = self._plan.formats.get(owner)
-        if format is None or param.dtype == torch.uint8 or not param_name.endswith(".weight"):
+        if format is None or param.dtype == torch.uint8 or param_name not in self._dtypes:
             return param.element_size()
-        columns = param.shape[0 if is_conv1d(model.get_submodule(owner)) else -1]
+        module = model.get_submodule(owner)
+        transposed = is_conv1d(module) or getattr(module, "is_transposed", False)
+        columns = param.shape[-2 if transposed else -1]
         return format.row_bytes(columns) / columns
 
     def get_quantize_ops(self) -> ConversionOps:
@@ -145,17 +157,30 @@ class HalfbyteQuantizer(HfQuantizer):
         A value of another shape is returned as it is and its module stays dense: transformers then reports the mismatch,
         or initializes the layer anew under `ignore_mismatched_sizes`.
         """
-        owner = name.removesuffix(".weight")
-        format = self._plan.formats.get(owner) if name.endswith(".weight") else None
+        owner, _, leaf = name.rpartition(".")
+        format = self._plan.formats.get(owner) if name in self._dtypes else None
         if format is None:
             return value
-        module = model.get_submodule(owner)
+        module: Any = model.get_submodule(owner)
+        if leaf != "weight":
+            return self._pack_experts(name, module, leaf, value, format)
         if value.shape != module.weight.shape:
             del self._plan.formats[owner]
             return value
         packed = quantize(linear_weight(module, value), format)
         pack_module_(module, format, self.quantization_config.compute_dtype)
         return packed
+
+    def _pack_experts(self, name: str, module: Any, leaf: str, value: Tensor, format: Format) -> Tensor:
+        if not isinstance(module, QuantExperts):  # the first of its weights to arrive
+            quantize_experts_(module, format, as_dtype("compute_dtype", self.quantization_config.compute_dtype))
+        if expert_shape(module, value) != module.weight_shapes[leaf]:
+            raise QuantizationError(
+                f"{name}: the checkpoint's experts have (E, N, K) = {expert_shape(module, value)}, the model's "
+                f"{module.weight_shapes[leaf]}",
+                [name],
+            )
+        return pack_experts(module, value, format)
 
     # ---- after the weights -------------------------------------------------------------------------------------------
 
@@ -168,15 +193,18 @@ class HalfbyteQuantizer(HfQuantizer):
         fresh = {name for name, p in model.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
         for name, reason in [*self._plan.reasons.items(), *((name, "") for name in self._plan.formats)]:
             module = model.get_submodule(name)
-            if isinstance(module, PackedRows):
+            unloaded = [f"{name}.{leaf}" for leaf in _weights_of(module) if f"{name}.{leaf}" in fresh]
+            if isinstance(module, QuantExperts) and unloaded:
+                raise _unsound(dict.fromkeys(unloaded, "it is missing from the checkpoint"))
+            if isinstance(module, Packed):
                 continue
-            if f"{name}.weight" in fresh:
+            if unloaded:
                 mark_dense(module, FRESH)
             elif reason or self.pre_quantized:
                 mark_dense(module, reason or "dense in the checkpoint")
             else:  # the loader split a key in parts, of which only the first could reach `pack`
                 pack_module_(module, self._plan.formats[name], self.quantization_config.compute_dtype)
-        if not any(isinstance(module, PackedRows) for module in model.modules()):
+        if not any(isinstance(module, Packed) for module in model.modules()):
             raise nothing_quantized(model, "HalfbyteConfig")
         self._describe(model)
         record_originals(model, self._files)
@@ -204,8 +232,14 @@ class HalfbyteQuantizer(HfQuantizer):
         """Gives layers whose weight arrived as rows their packed class, and checks that all rows are there and fit."""
         problems = {}
         for key, dtype in self._dtypes.items():
-            name = key.removesuffix(".weight")
-            problem = self._adopt(name, model.get_submodule(name), dtype)
+            name, _, leaf = key.rpartition(".")
+            module = model.get_submodule(name)
+            if leaf == "weight":
+                problem = self._adopt(name, module, dtype)
+            elif isinstance(module, QuantExperts):
+                continue  # with its first weight
+            else:
+                problem = self._adopt_experts(name, module, dtype)
             if problem:
                 problems[name] = problem
         if problems:
@@ -243,16 +277,42 @@ class HalfbyteQuantizer(HfQuantizer):
             )
         return None
 
+    def _adopt_experts(self, name: str, module: nn.Module, dtype: torch.dtype) -> str | None:
+        """The same for fused experts, all of whose weights must be rows then."""
+        config, found = self.quantization_config, {}
+        dense = {leaf: module.get_parameter(leaf) for leaf in expert_weights(module)}
+        if not any(weight.dtype == torch.uint8 for weight in dense.values()):
+            promised = is_described(name, config.modules) if config.modules else name in self._plan.formats
+            return "its packed rows are missing from the checkpoint" if promised else None
+        format = Format.parse(config.format)
+        for leaf, weight in dense.items():
+            shape = self._shapes[f"{name}.{leaf}"]
+            found[leaf] = weight
+            module._parameters[leaf] = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+        experts = quantize_experts_(module, format, as_dtype("compute_dtype", config.compute_dtype))
+        for leaf, weight in found.items():
+            expected = tuple(experts.get_parameter(leaf).shape)
+            experts._parameters[leaf] = weight
+            if not getattr(weight, "_is_hf_initialized", False):
+                return f"the packed rows of {leaf} are missing from the checkpoint"
+            if weight.dtype != torch.uint8 or tuple(weight.shape) != expected:
+                return (
+                    f"{leaf} must be uint8 rows of {config.format} with shape {expected}, got {weight.dtype} "
+                    f"{tuple(weight.shape)}; were they quantized with another format?"
+                )
+        return None
+
     # ---- saving, training, going back --------------------------------------------------------------------------------
 
     def get_state_dict_and_metadata(self, model: PreTrainedModel) -> tuple[None, dict[str, str]]:
         """Called by `save_pretrained` before config.json is written, which is brought in line with the model here."""
-        packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedRows)}
+        packed = {name: module for name, module in model.named_modules() if isinstance(module, Packed)}
         if not packed:  # merged or dequantized in the meantime: a plain dense checkpoint
             self.remove_quantization_config(model)
             return None, {}
         config = self.quantization_config
-        for kind, named in ((QuantLinear, config.format), (QuantEmbedding, config.embedding_format)):
+        kinds = (((QuantLinear, QuantExperts), config.format), ((QuantEmbedding,), config.embedding_format))
+        for kind, named in kinds:
             others = [n for n, m in packed.items() if isinstance(m, kind) and str(m.format) != named]
             if others:
                 raise QuantizationError(
@@ -264,8 +324,8 @@ class HalfbyteQuantizer(HfQuantizer):
         return None, {}
 
     def _describe(self, model: PreTrainedModel) -> None:
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding) or linear_shape(m)}
-        packed = [name for name, module in layers.items() if isinstance(module, PackedRows)]
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Packed)) or _weights_of(m)}
+        packed = [name for name, module in layers.items() if isinstance(module, Packed)]
         self.quantization_config.modules = describe_modules(packed, layers.keys() - set(packed))
 
     def is_serializable(self, *args: Any, **kwargs: Any) -> bool:
@@ -281,6 +341,8 @@ class HalfbyteQuantizer(HfQuantizer):
         # The config holds the dtype as a string after a reload.
         target = as_dtype("dtype", str(dtype).removeprefix("torch.")) if dtype is not None else None
         for module in list(model.modules()):
+            if isinstance(module, QuantExperts):
+                dequantize_experts_(module, target or module.dense_dtype)
             if not isinstance(module, PackedRows):
                 continue
             dense = nn.Parameter(module.dequantize(target or module.dense_dtype), requires_grad=False)
@@ -290,6 +352,13 @@ class HalfbyteQuantizer(HfQuantizer):
                 dequantize_embedding_(module, dense)
         model.hqq_quantized = False  # type: ignore[assignment]
         return model
+
+
+def _weights_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the weights that a checkpoint may hold packed; a subclass of a layer has a forward of its own."""
+    if type(module) in (nn.Linear, nn.Embedding) or is_conv1d(module):
+        return ("weight",)
+    return expert_weights(module)
 
 
 def _unsound(problems: dict[str, str]) -> QuantizationError:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import BLOCK_SIZES, FP4_MAGNITUDES, NF4_VALUES, Format
 from halfbyte.nn.linear import QuantLinear
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed
 
 __all__ = ["KEYS", "StoredLayer", "export_state_dict", "read_layer", "stored_format", "write_layer"]
 
@@ -335,7 +335,7 @@ def export_state_dict(model: nn.Module, *, quant_storage: torch.dtype = torch.ui
     """
     state: dict[str, Tensor] = dict(model.state_dict())
     for name, module in model.named_modules():
-        if not isinstance(module, PackedRows):
+        if not isinstance(module, Packed):
             continue
         if not isinstance(module, QuantLinear):
             raise NotImplementedError(

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from halfbyte.distributed.grouping import blocks, candidates, shared_parameters, tables
+from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.packed import PackedRows
 
 __all__ = ["chosen_by", "separate_parameters", "to_containers_", "units_of", "wrap_policy"]
@@ -36,7 +37,7 @@ def wrap_policy(model: nn.Module, policy: Any = None) -> Any:
 
     Raises:
         ValueError: the policy, or the inference without one, matches no module: every rank would gather everything.
-        NotImplementedError: a packed layer has a trainable bias that is not float32.
+        NotImplementedError: a packed layer has a trainable bias that is not float32, or experts are packed.
 
     Note:
         A trainable bias costs the rows of its layer a gradient of zeros, of their packed size, and its reduce-scatter:
@@ -65,6 +66,11 @@ def units_of(model: nn.Module, policy: Any = None) -> dict[nn.Module, bool | dic
     else:
         units = chosen_by(policy, model, "auto_wrap_policy")
     for name, module in model.named_modules():
+        if isinstance(module, QuantExperts):
+            raise NotImplementedError(
+                f"halfbyte.distributed.wrap_policy: {name} are packed experts, which FSDP1 can't shard; use FSDP2 "
+                "(halfbyte.distributed.fully_shard, HalfbyteFSDP2Strategy)"
+            )
         if isinstance(module, PackedRows):
             bias = module._parameters.get("bias")
             if bias is not None and bias.requires_grad and bias.dtype != torch.float32:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,7 +12,8 @@ from torch import Tensor, nn
 
 from halfbyte.errors import QuantizationError
 from halfbyte.nn.conv1d import is_conv1d, linear_shape
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.experts import QuantExperts, expert_weights
+from halfbyte.nn.packed import Packed, PackedRows
 from halfbyte.nn.skip import dense_reason
 
 
@@ -127,7 +129,12 @@ def report(model: nn.Module) -> Report:
             packed_weight = module.weight.numel() * module.weight.element_size()
             dense = size - packed_weight + dense_weight
             rows.append(ReportRow(name, str(module.format), size, dense))
-        elif isinstance(module, nn.Embedding) or linear_shape(module):
+        elif isinstance(module, QuantExperts):
+            elements = sum(math.prod(shape) for shape in module.weight_shapes.values())
+            packed_weight = sum(module.get_parameter(weight).numel() for weight in module.weight_shapes)
+            dense = size - packed_weight + elements * module.dense_dtype.itemsize
+            rows.append(ReportRow(name, str(module.format), size, dense))
+        elif isinstance(module, nn.Embedding) or linear_shape(module) or expert_weights(module):
             rows.append(ReportRow(name, None, size, size, dense_reason(module)))
         else:
             rest += size
@@ -151,14 +158,14 @@ def verify(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None 
             wrong dtype or size; scales that are NaN or Inf; a layer that `reference` lacks. `.names` lists the modules.
     """
     problems: dict[str, str] = {}
-    packed = {name: module for name, module in model.named_modules() if isinstance(module, PackedRows)}
+    packed = {name: module for name, module in model.named_modules() if isinstance(module, Packed)}
     if not packed:
         from halfbyte.nn.convert import nothing_quantized
 
         raise nothing_quantized(model, "verify")
     for name, module in model.named_modules():
-        if isinstance(module, PackedRows):
-            problem = _unsound(module)
+        if isinstance(module, Packed):
+            problem = _unsound(module) if isinstance(module, PackedRows) else _unsound_experts(module)
             if problem:
                 problems[name] = problem
         elif type(module) is nn.Linear or is_conv1d(module):
@@ -173,18 +180,42 @@ def verify(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None 
     if reference is None:
         return found
     dense = reference.state_dict() if isinstance(reference, nn.Module) else reference
-    missing = [name for name in packed if _weight_key(name) not in dense]
+    missing = [f"{name}.{leaf}" for name, m in packed.items() for leaf in _leaves(m) if _key(name, leaf) not in dense]
     if missing:
         raise QuantizationError(f"verify: reference has no weight for {', '.join(missing[:5])}", names=missing)
     rows = []
     for row in found.rows:
-        error = _relative_error(packed[row.name], dense[_weight_key(row.name)]) if row.format else None
+        error = None
+        if row.format:
+            module = packed[row.name]
+            pairs = ((leaf, dense[_key(row.name, leaf)]) for leaf in _leaves(module))
+            error = max(_relative_error(module, leaf, weight) for leaf, weight in pairs)
         rows.append(ReportRow(row.name, row.format, row.bytes, row.dense_bytes, row.reason, error))
     return Report(tuple(sorted(rows, key=lambda row: -1.0 if row.error is None else row.error, reverse=True)))
 
 
-def _weight_key(name: str) -> str:
-    return f"{name}.weight" if name else "weight"
+def _leaves(module: nn.Module) -> tuple[str, ...]:
+    return tuple(module.weight_shapes) if isinstance(module, QuantExperts) else ("weight",)
+
+
+def _key(name: str, leaf: str) -> str:
+    return f"{name}.{leaf}" if name else leaf
+
+
+def _unsound_experts(module: nn.Module) -> str | None:
+    assert isinstance(module, QuantExperts)
+    for name, (E, N, K) in module.weight_shapes.items():
+        packed = module.get_parameter(name)
+        expected = (E, N, module.format.row_bytes(K))
+        if packed.dtype != torch.uint8 or tuple(packed.shape) != expected:
+            return f"{name} must be uint8 {expected} for {module.format}, got {packed.dtype} {tuple(packed.shape)}"
+        if packed.is_meta:
+            return "the rows are on meta: nothing was loaded"
+        step = module.format.block_size or K
+        bad = [e for e in range(E) if not bool(torch.isfinite(module.dequantize(name, e, torch.float32)[:, ::step]).all())]
+        if bad:
+            return f"{name} of experts {bad[:5]} has scales that are NaN or Inf"
+    return None
 
 
 def _unsound(module: PackedRows) -> str | None:
@@ -204,8 +235,15 @@ def _unsound(module: PackedRows) -> str | None:
     return None
 
 
-def _relative_error(module: PackedRows, dense: Tensor) -> float:
-    reference = dense.detach().to(module.packed.device, torch.float32)
-    difference = module.dequantize(torch.float32) - reference
+def _relative_error(module: nn.Module, leaf: str, dense: Tensor) -> float:
+    if isinstance(module, QuantExperts):
+        E = module.weight_shapes[leaf][0]
+        values = torch.stack([module.dequantize(leaf, expert, torch.float32) for expert in range(E)])
+        values = values.transpose(-1, -2) if module.is_transposed else values
+    else:
+        assert isinstance(module, PackedRows)
+        values = module.dequantize(torch.float32)
+    reference = dense.detach().to(values.device, torch.float32)
+    difference = values - reference
     norm = float(reference.norm())
     return float(difference.norm()) / norm if norm else float(difference.norm())

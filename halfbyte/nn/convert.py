@@ -13,8 +13,9 @@ from halfbyte.formats import Format
 from halfbyte.memory.report import Report, report
 from halfbyte.nn.conv1d import linear_shape
 from halfbyte.nn.embedding import quantize_embedding_
+from halfbyte.nn.experts import expert_weights, quantize_experts_
 from halfbyte.nn.linear import quantize_linear_
-from halfbyte.nn.packed import PackedRows, as_dtype
+from halfbyte.nn.packed import Packed, as_dtype
 from halfbyte.nn.skip import SkipRules, mark_dense, tell_config
 
 
@@ -73,20 +74,24 @@ def convert_layers_(
     caller: str = "quantize_model",
 ) -> None:
     """`quantize_model` with the modules that stay dense given, each with its reason."""
-    layers = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) or linear_shape(m)]
+    layers = [
+        (n, m) for n, m in model.named_modules() if isinstance(m, nn.Embedding) or linear_shape(m) or expert_weights(m)
+    ]
     for _, module in _with_progress(layers, progress):
-        if isinstance(module, PackedRows):
+        if isinstance(module, Packed):
             continue
         if module in reasons:
-            if linear_shape(module) or table_format is not None:
+            if not isinstance(module, nn.Embedding) or table_format is not None:
                 mark_dense(module, reasons[module])
         elif linear_shape(module):
             quantize_linear_(module, format, compute_dtype)
+        elif expert_weights(module):
+            quantize_experts_(module, format, compute_dtype)
         elif table_format is not None and module.max_norm is None:
             quantize_embedding_(module, table_format, compute_dtype)
         elif table_format is not None:
             mark_dense(module, "max_norm rewrites its rows during forward")
-    if not any(isinstance(m, PackedRows) for m in model.modules()):
+    if not any(isinstance(m, Packed) for m in model.modules()):
         raise nothing_quantized(model, caller)
     for module in model.modules():
         tell_config(module)

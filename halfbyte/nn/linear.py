@@ -127,20 +127,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
 
     def _operands(self, input: Tensor) -> tuple[Tensor, Tensor | None, tuple[int, int, int], bool]:
         """Input and bias in the compute dtype, the sizes of the op, and whether an explicit compute_dtype beats autocast."""
-        device_type = input.device.type
-        autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
-        dtype = self.compute_dtype or autocast or input.dtype
-        if not input.is_floating_point() or dtype not in FLOAT_DTYPES:
-            raise TypeError(
-                f"QuantLinear: input must be float32, bfloat16 or float16 (or compute_dtype be set), got {describe(input)}"
-            )
-        bias: Tensor | None = self.bias
-        if input.dtype != dtype:
-            input = input.to(dtype)
-        if bias is not None and bias.dtype != dtype:
-            bias = bias.to(dtype)
-        sizes = (self.format.id, self.format.block_size, self.in_features)
-        return input, bias, sizes, autocast is not None and autocast != dtype
+        input, bias, apart = in_compute_dtype(input, self.bias, self.compute_dtype)
+        return input, bias, (self.format.id, self.format.block_size, self.in_features), apart
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802 - PEFT's name
@@ -188,6 +176,42 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             dequantize_linear_(self, value)
             return
         super().__setattr__(name, value)
+
+
+def packed_linear(
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    format: Format,
+    in_features: int,
+    compute_dtype: torch.dtype | None,
+) -> Tensor:
+    """`halfbyte.ops.linear` in the compute dtype, see `in_compute_dtype`."""
+    input, bias, apart = in_compute_dtype(input, bias, compute_dtype)
+    with torch.autocast(input.device.type, enabled=False) if apart else nullcontext():
+        return linear_by_id(input, packed, bias, format.id, format.block_size, in_features)
+
+
+def in_compute_dtype(
+    input: Tensor, bias: Tensor | None, compute_dtype: torch.dtype | None
+) -> tuple[Tensor, Tensor | None, bool]:
+    """Input and bias in the compute dtype; None: the autocast dtype where autocast is active, else the input's.
+
+    Returns:
+        Input, bias, and whether autocast has to be left for the product: an explicit compute_dtype wins over it.
+    """
+    device_type = input.device.type
+    autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
+    dtype = compute_dtype or autocast or input.dtype
+    if not input.is_floating_point() or dtype not in FLOAT_DTYPES:
+        raise TypeError(
+            f"QuantLinear: input must be float32, bfloat16 or float16 (or compute_dtype be set), got {describe(input)}"
+        )
+    if input.dtype != dtype:
+        input = input.to(dtype)
+    if bias is not None and bias.dtype != dtype:
+        bias = bias.to(dtype)
+    return input, bias, autocast is not None and autocast != dtype
 
 
 def quantize_linear_(linear: nn.Module, format: Format, compute_dtype: torch.dtype | None) -> QuantLinear:

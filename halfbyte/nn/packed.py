@@ -69,16 +69,20 @@ def _as_floats(rows: Tensor) -> Tensor:
     return (rows.clone() if rows.storage_offset() % 4 else rows).view(torch.float32)
 
 
-class PackedRows(nn.Module):
+class Packed(nn.Module):
+    """Anything that holds packed rows: `PackedRows` with one matrix, `QuantExperts` with several stacks of them."""
+
+    format: Format
+    compute_dtype: torch.dtype | None
+    dense_dtype: torch.dtype
+
+
+class PackedRows(Packed):
     """Mixin of modules whose `weight` is a packed matrix: (rows, row_bytes) uint8, `weight_shape` = (rows, K) dense.
 
     The layout is one plain uint8 parameter under the key `weight`, so that sharding, broadcasting, `deepcopy`, `.to()`
     and every checkpoint format treat it like any other tensor. Subclasses define `weight_shape`.
     """
-
-    format: Format
-    compute_dtype: torch.dtype | None
-    dense_dtype: torch.dtype
 
     @property
     def weight_shape(self) -> tuple[int, int]:

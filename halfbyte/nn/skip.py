@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from halfbyte.nn.conv1d import is_conv1d, linear_shape
+from halfbyte.nn.experts import expert_weights
 from halfbyte.ops.quantize import FLOAT_DTYPES
 
 DEFAULT_SKIP = ("lm_head", "score", "classifier", "embed_out")
@@ -83,6 +84,9 @@ class SkipRules:
                 reason = reason or f"dtype {module.weight.dtype} has no packed form"
             if reason:
                 reasons[module] = reason
+        for name, module in model.named_modules():
+            if expert_weights(module) and (named := self.by_name(name)):
+                reasons[module] = named
         for path, parent in model.named_modules():
             if not (isinstance(parent, tuple(_WEIGHT_READERS)) or _kept_in_float32(parent)):
                 continue
