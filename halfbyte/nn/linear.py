@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.distributed.tensor_parallel import linear_sharded
 from halfbyte.formats import Format
 from halfbyte.nn.packed import PackedRows, as_dtype, dense_buffer
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
+from halfbyte.optim.sharding import is_dtensor
 
 
 class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8 Parameter in both
@@ -96,6 +98,12 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         Raises:
             TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
         """
+        weight = self.weight
+        if is_dtensor(weight):
+            return linear_sharded(input, weight, self.bias, self._compute)
+        return self._compute(input, self.packed if self._contained else weight, self.bias)
+
+    def _compute(self, input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
         device_type = input.device.type
         autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
         dtype = self.compute_dtype or autocast or input.dtype
@@ -103,7 +111,6 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             raise TypeError(
                 f"QuantLinear: input must be float32, bfloat16 or float16 (or compute_dtype be set), got {describe(input)}"
             )
-        bias: Tensor | None = self.bias
         if input.dtype != dtype:
             input = input.to(dtype)
         if bias is not None and bias.dtype != dtype:
@@ -111,8 +118,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         format = self.format
         if autocast is not None and autocast != dtype:  # an explicit compute_dtype wins over autocast
             with torch.autocast(device_type, enabled=False):
-                return linear_by_id(input, self.packed, bias, format.id, format.block_size, self.in_features)
-        return linear_by_id(input, self.packed, bias, format.id, format.block_size, self.in_features)
+                return linear_by_id(input, packed, bias, format.id, format.block_size, self.in_features)
+        return linear_by_id(input, packed, bias, format.id, format.block_size, self.in_features)
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802 - PEFT's name
