@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
 from halfbyte.nn.settings import InitSettings, paused, register_host
 from halfbyte.nn.skip import mark_dense
+from halfbyte.optim.sharding import is_dtensor
 from peft_bridge.methods import accept_unsupported, refuse_unsupported
 from peft_bridge.originals import decompose, original_weight
 from peft_bridge.patch import WhileActive
@@ -105,14 +106,15 @@ class HalfbyteLoraLinear(LoraLinear):
 
     def _fusible_adapter(self) -> str | None:
         """The one active adapter that `forward_with_lora` can apply, or None."""
-        if self.disable_adapters or self.merged or type(self.base_layer) is not QuantLinear:
+        base = self.base_layer
+        if self.disable_adapters or self.merged or type(base) is not QuantLinear or is_dtensor(base.weight):
             return None
         names = [name for name in self.active_adapters if name in self.lora_A]
         if len(names) != 1 or names[0] in self.lora_variant:
             return None
         down, up, dropout = self.lora_A[names[0]], self.lora_B[names[0]], self.lora_dropout[names[0]]
         drops = not isinstance(dropout, nn.Identity) and dropout.training and getattr(dropout, "p", 1.0) > 0
-        if drops or up.bias is not None or any(_hooked(m) for m in (self.base_layer, down, up)):
+        if drops or up.bias is not None or any(_hooked(m) for m in (base, down, up)):
             return None
         plain = all(type(m) is nn.Linear and type(m.weight) in (nn.Parameter, Tensor) for m in (down, up))
         return names[0] if plain and down.weight.dtype == up.weight.dtype else None

@@ -7,10 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.distributed.tensor_parallel import embed_sharded
 from halfbyte.formats import Format
 from halfbyte.nn.packed import PackedRows, as_dtype
 from halfbyte.ops.embedding import embedding
 from halfbyte.ops.quantize import quantize
+from halfbyte.optim.sharding import is_dtensor
 
 
 class QuantEmbedding(PackedRows, nn.Embedding):  # type: ignore[misc]  # weight: uint8 Parameter in both
@@ -89,9 +91,13 @@ class QuantEmbedding(PackedRows, nn.Embedding):  # type: ignore[misc]  # weight:
             TypeError: `input` is not int64 or int32.
             IndexError: an index outside the table.
         """
-        return embedding(
-            input, self.packed, self.format, self.embedding_dim, self.compute_dtype or self.dense_dtype
-        )
+        weight = self.weight
+        if is_dtensor(weight):
+            return embed_sharded(input, weight, self._look_up, self.embedding_dim)
+        return self._look_up(input, self.packed if self._contained else weight)
+
+    def _look_up(self, indices: Tensor, packed: Tensor) -> Tensor:
+        return embedding(indices, packed, self.format, self.embedding_dim, self.compute_dtype or self.dense_dtype)
 
     @classmethod
     def from_embedding(

@@ -8,12 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.distributed.tensor_parallel import linear_sharded
 from halfbyte.formats import Format
 from halfbyte.nn.conv1d import linear_shape, linear_weight
 from halfbyte.nn.packed import PackedRows, as_dtype, dense_buffer
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.lora_linear import lora_linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
+from halfbyte.optim.sharding import is_dtensor
 
 
 class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8 Parameter in both
@@ -99,11 +101,13 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         Raises:
             TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
         """
-        input, bias, sizes, apart = self._operands(input)
-        if apart:
-            with torch.autocast(input.device.type, enabled=False):
-                return linear_by_id(input, self.packed, bias, *sizes)
-        return linear_by_id(input, self.packed, bias, *sizes)
+        weight = self.weight
+        if is_dtensor(weight):
+            return linear_sharded(input, weight, self.bias, self._compute)
+        return self._compute(input, self.packed if self._contained else weight, self.bias)
+
+    def _compute(self, input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        return packed_linear(input, packed, bias, self.format, self.in_features, self.compute_dtype)
 
     def forward_with_lora(self, input: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
         r"""Applies the layer and a low-rank branch beside it as one autograd node: :math:`x W^T + b + s\,(x A^T) B^T`.
@@ -121,14 +125,10 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             TypeError: as for `forward`.
             ValueError: A or B does not fit.
         """
-        input, bias, sizes, apart = self._operands(input)
+        input, bias, apart = in_compute_dtype(input, self.bias, self.compute_dtype)
+        sizes = (self.format.id, self.format.block_size, self.in_features)
         with torch.autocast(input.device.type, enabled=False) if apart else nullcontext():
             return lora_linear_by_id(input, self.packed, bias, lora_A, lora_B, scaling, [], *sizes)
-
-    def _operands(self, input: Tensor) -> tuple[Tensor, Tensor | None, tuple[int, int, int], bool]:
-        """Input and bias in the compute dtype, the sizes of the op, and whether an explicit compute_dtype beats autocast."""
-        input, bias, apart = in_compute_dtype(input, self.bias, self.compute_dtype)
-        return input, bias, (self.format.id, self.format.block_size, self.in_features), apart
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802 - PEFT's name

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halfbyte.distributed.tensor_parallel import refuse_cut_rows
 from halfbyte.formats import Format
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, quantize
+from halfbyte.optim.sharding import is_dtensor
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -152,6 +154,16 @@ class PackedRows(Packed):
             self.weight = nn.Parameter(packed, requires_grad=False)
         else:
             self.packed.copy_(packed)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """As `nn.Module` does; called by tensor-parallel plans, and by every assignment of a parameter.
+
+        Raises:
+            NotImplementedError: a weight that is sharded inside its rows.
+        """
+        if name == "weight" and is_dtensor(param):
+            refuse_cut_rows(self, param)
+        super().register_parameter(name, param)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

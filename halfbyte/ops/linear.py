@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -117,7 +118,7 @@ class _Linear(torch.autograd.Function):
         grad_input = _backward_by_id(grad, packed, *ctx.sizes) if ctx.needs_input_grad[0] else None
         grad_bias = None
         if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+            grad_bias = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1]).sum(0)  # -1 would be ambiguous for no row
         return grad_input, None, grad_bias, None, None, None
 
 
