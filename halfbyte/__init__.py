@@ -3,6 +3,7 @@
 from halfbyte import distributed, memory, nn, ops, optim
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
+from halfbyte.memory.plan import MemoryPlan, plan, plan_formats
 from halfbyte.memory.report import Report, report, verify
 from halfbyte.nn.convert import quantize_model
 from halfbyte.nn.init import init_quantized
@@ -12,6 +13,7 @@ from halfbyte.ops.quantize import quantize
 
 __all__ = [
     "Format",
+    "MemoryPlan",
     "QuantizationError",
     "Report",
     "clear_workspace",
@@ -22,6 +24,8 @@ __all__ = [
     "nn",
     "ops",
     "optim",
+    "plan",
+    "plan_formats",
     "quantize",
     "quantize_model",
     "report",
