@@ -2,7 +2,8 @@
 
 torch.profiler records every allocation and release of c10's CPU allocator with its size and time; their running sum from a
 marker on is what the step really held. Scratch of halfbyte's kernels, which they keep outside that allocator, is added.
-Not seen: memory that BLAS libraries take for themselves.
+Releases on other threads are found late, so that a run with collectives may read too high, never too low: the smallest of a
+few runs is the best measurement. Not seen: memory that BLAS libraries take for themselves.
 """
 
 from __future__ import annotations
@@ -29,14 +30,20 @@ def measured_peak(build: Callable[[], Callable[[], None]], steps: int = 2) -> in
                 step()
     began, changes = _events(recorded)
     total = peak = 0
-    for time, size in changes:
-        total += size
+    live: dict[int, int] = {}
+    for time, address, size in changes:
+        # Releases on other threads (gloo's) are not recorded; what is allocated at an address again has been released.
+        total += size if size < 0 else size - live.get(address, 0)
+        if size > 0:
+            live[address] = size
+        elif live.pop(address, None) is None:
+            total -= size
         if time >= began:
             peak = max(peak, total)
     return peak + int(torch.ops.halfbyte.workspace_bytes())
 
 
-def _events(recorded: Any) -> tuple[int, list[tuple[int, int]]]:
+def _events(recorded: Any) -> tuple[int, list[tuple[int, int, int]]]:
     began, changes = None, []
     pending = list(recorded.profiler.kineto_results.experimental_event_tree())
     while pending:
@@ -44,7 +51,7 @@ def _events(recorded: Any) -> tuple[int, list[tuple[int, int]]]:
         pending.extend(event.children)
         kind = event.tag.name
         if kind == "Allocation" and event.extra_fields.device.type == "cpu":
-            changes.append((event.start_time_ns, event.extra_fields.alloc_size))
+            changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
         elif event.name == MARK:
             began = event.start_time_ns
     assert began is not None, "the profiler has not recorded the marker"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from halfbyte.memory.plan import MemoryPlan
@@ -31,7 +31,7 @@ def draw(plans: Mapping[str, MemoryPlan], file: str | Path) -> None:
     unit, scale = ("GB", 1e9) if widest >= 1e9 else ("MB", 1e6)
     figure = Figure(figsize=(9, 1.8 + 0.55 * len(plans)), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
+    axes: Any = figure.add_subplot()
     ends = dict.fromkeys(plans, 0.0)
     for index, what in enumerate(sorted(kinds, key=lambda kind: -kinds[kind])):
         sizes = {name: sum(r.bytes for r in plan.rows if r.what == what) / scale for name, plan in plans.items()}
@@ -48,5 +48,6 @@ def draw(plans: Mapping[str, MemoryPlan], file: str | Path) -> None:
     axes.set_xlabel(f"{unit} per rank at the peak of a training step")
     axes.invert_yaxis()
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.28 if len(plans) < 4 else -0.16), ncols=3, frameon=False, fontsize=9)
+    below = (0.5, -0.28 if len(plans) < 4 else -0.16)
+    axes.legend(loc="upper center", bbox_to_anchor=below, ncols=3, frameon=False, fontsize=9)
     figure.savefig(file, dpi=130)

@@ -18,7 +18,9 @@ from halfbyte.memory.subject import make_subject
 
 __all__ = ["MemoryPlan", "PlanComparison", "PlanRow", "parse_bytes", "plan", "plan_formats"]
 
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_UNITS = {"": 1, "B": 1}
+_UNITS.update({f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)})
+_UNITS.update({f"{prefix}IB": 1024**power for power, prefix in enumerate("KMGT", 1)})
 
 
 def parse_bytes(text: str | float) -> int:
@@ -124,7 +126,8 @@ class MemoryPlan:
         return low
 
     def __str__(self) -> str:
-        table = [(row.what, f"{row.bytes / 1e6:,.2f}", f"{100 * row.bytes / max(1, self.peak_bytes):.0f} %") for row in self.rows]
+        whole = max(1, self.peak_bytes)
+        table = [(row.what, f"{row.bytes / 1e6:,.2f}", f"{100 * row.bytes / whole:.0f} %") for row in self.rows]
         total = ("peak per rank", f"{self.peak_bytes / 1e6:,.2f}", "")
         return f"{self.title}\n{_aligned([('', 'MB', ''), *table], total)}"
 

@@ -57,7 +57,6 @@ class Sharding:
         self._active: list[_Unit] = []  # gathered in backward
         self._held = 0  # the last gather's output, which FSDP2 keeps until the next unit has copied its own out
         self._reducing = 0  # the last reduce-scatter's input, kept until the next
-        self._prefetched: _Unit | None = None
         self._hooks: list[Any] = []
         if strategy == "ddp":  # buckets are copies of all gradients
             tracker.add(BUFFERS, sum(_bytes(p) for p in self.trainable))
@@ -88,6 +87,11 @@ class Sharding:
         if self.units:
             self._order.clear()
             self._gather(self.units[-1])
+
+    def begin_backward(self) -> None:
+        """The root's hook: the unit that ran last is gathered while the loss is differentiated."""
+        if self._order:
+            self._hold(self._order[-1].size)
 
     def end_backward(self) -> None:
         """Reduces what is left and releases every gathered unit."""
@@ -179,8 +183,7 @@ class Sharding:
         self._active.append(unit)
         at = self._order.index(unit)
         if at:  # the next one is gathered while this one computes
-            self._prefetched = self._order[at - 1]
-            self._hold(self._prefetched.size)
+            self._hold(self._order[at - 1].size)
 
     def _gather(self, unit: _Unit) -> None:
         if unit.gathered:

@@ -34,8 +34,8 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
 }
 
-WORKSPACE_PER_THREAD = 4 << 20
-"""What a thread's panel of decoded weights may take (csrc/cpu/workspace.h kWorkspaceLimit)."""
+WORKSPACE_PER_THREAD = 676 << 10
+"""What a thread's panels of decoded weights take under AVX-512, the most of all instruction sets."""
 
 
 def simulate(
@@ -73,6 +73,7 @@ def simulate(
                     sharding.zero_grad()
                 if not loss.requires_grad:
                     raise ValueError("plan: the loss does not require grad: nothing in the model is trainable")
+                sharding.begin_backward()
                 loss.backward()
                 del loss
                 sharding.end_backward()
@@ -88,17 +89,10 @@ def simulate(
             for parameter in model.parameters():
                 parameter.grad = None
     if subject.device.type == "cpu" and any(isinstance(m, PackedRows) for m in model.modules()):
-        scratch = workspace_bytes(subject.device)
+        scratch = WORKSPACE_PER_THREAD * torch.get_num_threads()
         tracker.at_peak["kernel workspace"] = scratch
         tracker.peak += scratch
     return tracker
-
-
-def workspace_bytes(device: torch.device) -> int:
-    """What the CPU kernels' panels take once every thread has used one: measured by a small product, else the limit."""
-    threads = torch.get_num_threads()
-    kept = int(torch.ops.halfbyte.workspace_bytes())
-    return max(kept, WORKSPACE_PER_THREAD * threads) if kept > WORKSPACE_PER_THREAD * threads else max(kept, threads << 18)
 
 
 def _device_context(device: torch.device) -> AbstractContextManager[Any]:

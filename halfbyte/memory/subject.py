@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,14 @@ def make_subject(
         raise TypeError(f"plan: model_or_config must be a module or a folder with config.json, got {type(source).__name__}")
     where = _device(model, device)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake = _fake_copy(model, mode, where)
-    with mode, torch.device(where):
-        _set_format(fake, fmt, dense)
+    meta = torch.device("meta")
+    with meta:
+        model = _copy(model, meta)
+        _set_format(model, fmt, dense)
         if lora_rank is not None:
-            fake = _with_lora(fake, lora_rank)
+            model = _with_lora(model, lora_rank)
+    with mode:
+        fake = _copy(model, where)
     lightning = _is_lightning(fake)
     return Subject(
         model=fake.train(),
@@ -91,14 +95,15 @@ def make_subject(
         device=where,
         step=step or (_training_step if lightning else _loss_of),
         batch=batch or (lambda rows, length: _tokens(rows, length, where)),
-        optimizer=(lambda: _optimizers(fake.configure_optimizers())) if lightning else None,
+        optimizer=partial(_own_optimizers, fake) if lightning else None,
         zero_grad_first=lightning,
         name=name,
     )
 
 
 def _is_lightning(module: nn.Module) -> Any:
-    return all(callable(getattr(module, each, None)) for each in ("training_step", "configure_model", "configure_optimizers"))
+    methods = ("training_step", "configure_model", "configure_optimizers")
+    return all(callable(getattr(module, each, None)) for each in methods)
 
 
 def _training_step(module: Any, batch: Any) -> Tensor:
@@ -115,6 +120,10 @@ def _loss_of(model: nn.Module, batch: Any) -> Tensor:
 def _tokens(rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
     ids = torch.zeros(rows, length, dtype=torch.long, device=device)
     return {"input_ids": ids, "labels": ids}
+
+
+def _own_optimizers(module: Any) -> list[torch.optim.Optimizer]:
+    return _optimizers(module.configure_optimizers())
 
 
 def _optimizers(configured: Any) -> list[torch.optim.Optimizer]:
@@ -207,7 +216,7 @@ def _reading_configs_only() -> Iterator[None]:
         model = cls._from_config(config, dtype=dtype or getattr(config, "dtype", None) or torch.float32)
         return model.eval()
 
-    owner.from_pretrained = classmethod(from_pretrained)
+    owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[arg-type]
     try:
         yield
     finally:
@@ -222,21 +231,20 @@ def _with_lora(model: nn.Module, rank: int) -> nn.Module:
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
-# ---- fake tensors ---------------------------------------------------------------------------------------------------
+# ---- empty copies ---------------------------------------------------------------------------------------------------
 
 
-def _fake_copy(model: nn.Module, mode: FakeTensorMode, device: torch.device) -> nn.Module:
-    """A copy whose tensors are fake: parameters and buffers are put into deepcopy's memo, so no data is ever read."""
+def _copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy with empty tensors on a device: they are put into deepcopy's memo, so no data is ever read."""
     memo: dict[int, Any] = {}
-    with mode:
-        for name, parameter in model.named_parameters():
-            if type(parameter) is not nn.Parameter:
-                raise TypeError(f"plan: parameter {name} is a {type(parameter).__name__}; plans are made of plain parameters")
-            empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
-            memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
-        return copy.deepcopy(model, memo)
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise TypeError(f"plan: parameter {name} is a {type(parameter).__name__}; plans are made of plain parameters")
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    return copy.deepcopy(model, memo)
 
 
 def _set_format(model: nn.Module, format: Format | None, dense: bool) -> None:

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 __all__ = ["StorageTracker"]
 
 _READ = torch.ops.aten._local_scalar_dense.default
-_LINEAR_TOKENS = 512  # csrc/cpu/linear_kernels.h kLinearTokens: rows of activations that the tiled product converts at a time
+_LINEAR_TOKENS = 512  # kLinearTokens of csrc/cpu: rows of activations that the tiled product converts at a time
 
 
 class StorageTracker(TorchDispatchMode):
@@ -47,7 +47,7 @@ class StorageTracker(TorchDispatchMode):
     ) -> Any:
         """Called by torch for every op."""
         if func is _READ and isinstance(args[0], torch._subclasses.FakeTensor):
-            return args[0].dtype.is_floating_point and 1.0 or (True if args[0].dtype == torch.bool else 1)
+            return _one(args[0].dtype)
         out = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
@@ -99,6 +99,10 @@ class StorageTracker(TorchDispatchMode):
         kind, size = self._kinds.pop(key)
         self.live[kind] -= size
         self.total -= size
+
+
+def _one(dtype: torch.dtype) -> float | bool:
+    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 def _linear(args: tuple[Any, ...]) -> int:
