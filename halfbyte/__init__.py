@@ -4,6 +4,7 @@ from halfbyte import checkpoint, distributed, memory, nn, ops, optim
 from halfbyte.checkpoint import load_quantized, save_quantized
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
+from halfbyte.memory.plan import MemoryPlan, plan, plan_formats
 from halfbyte.memory.report import Report, report, verify
 from halfbyte.nn.convert import quantize_model
 from halfbyte.nn.init import init_quantized
@@ -13,6 +14,7 @@ from halfbyte.ops.quantize import quantize
 
 __all__ = [
     "Format",
+    "MemoryPlan",
     "QuantizationError",
     "Report",
     "checkpoint",
@@ -25,6 +27,8 @@ __all__ = [
     "nn",
     "ops",
     "optim",
+    "plan",
+    "plan_formats",
     "quantize",
     "quantize_model",
     "report",

@@ -1,0 +1,142 @@
+"""Two training steps of a fake model under a `StorageTracker`: the second one meets the optimizer's state of the first."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halfbyte.distributed.fsdp2 import _checkpoint_blocks
+from halfbyte.distributed.grouping import blocks
+from halfbyte.memory.sharded import Sharding
+from halfbyte.memory.subject import Subject, like_transformers
+from halfbyte.memory.tracker import StorageTracker
+from halfbyte.nn.packed import PackedRows
+from halfbyte.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
+
+__all__ = ["OPTIMIZERS", "WORKSPACE_PER_THREAD", "OptimizerLike", "simulate"]
+
+OptimizerLike = str | Callable[[list[Any]], torch.optim.Optimizer] | None
+
+OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
+    "adamw8bit": AdamW8bit,
+    "adam8bit": Adam8bit,
+    "lion8bit": Lion8bit,
+    "sgd8bit": partial(SGD8bit, lr=1e-3, momentum=0.9),
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": partial(torch.optim.SGD, lr=1e-3),
+    "sgd-momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
+}
+
+WORKSPACE_PER_THREAD = 676 << 10
+"""What a thread's panels of decoded weights take under AVX-512, the most of all instruction sets."""
+
+
+def simulate(
+    subject: Subject,
+    *,
+    batch_size: int,
+    seq_len: int,
+    optimizer: OptimizerLike,
+    strategy: str,
+    world_size: int,
+    checkpointing: bool | None,
+) -> StorageTracker:
+    """Runs the steps; the tracker it returns holds the peak and what was alive then."""
+    model, tracker = subject.model, StorageTracker()
+    _set_checkpointing(model, checkpointing)
+    for parameter in model.parameters():
+        parameter.grad = None
+    with subject.mode, warnings.catch_warnings(), _device_context(subject.device), like_transformers(), tracker:
+        warnings.simplefilter("ignore")  # of hosts, about a run that does not happen
+        sharding = Sharding(model, tracker, strategy, world_size)
+        for tensor, kind in _resident(model):
+            if not sharding.owns(tensor):
+                tracker.track(tensor, kind)
+        tracker.kind = "batch"
+        batch = subject.batch(batch_size, seq_len)
+        optimizers = _optimizers(subject, optimizer, sharding)
+        hooks = [p.register_post_accumulate_grad_hook(partial(_name_gradient, tracker))
+                 for p in model.parameters() if p.requires_grad]
+        try:
+            for _ in range(2):
+                tracker.kind = "activations"
+                sharding.begin_forward()
+                loss = subject.step(model, batch)
+                if subject.zero_grad_first:
+                    sharding.zero_grad()
+                if not loss.requires_grad:
+                    raise ValueError("plan: the loss does not require grad: nothing in the model is trainable")
+                sharding.begin_backward()
+                loss.backward()
+                del loss
+                sharding.end_backward()
+                tracker.kind = "optimizer state"
+                for each in optimizers:
+                    each.step()
+                if not subject.zero_grad_first:
+                    sharding.zero_grad()
+        finally:
+            for hook in hooks:
+                hook.remove()
+            sharding.remove()
+            for parameter in model.parameters():
+                parameter.grad = None
+    if subject.device.type == "cpu" and any(isinstance(m, PackedRows) for m in model.modules()):
+        scratch = WORKSPACE_PER_THREAD * torch.get_num_threads()
+        tracker.at_peak["kernel workspace"] = scratch
+        tracker.peak += scratch
+    return tracker
+
+
+def _device_context(device: torch.device) -> AbstractContextManager[Any]:
+    return nullcontext() if device.type == "cpu" else torch.device(device)
+
+
+def _resident(model: nn.Module) -> list[tuple[Tensor, str]]:
+    packed = {id(m.weight) for m in model.modules() if isinstance(m, PackedRows)}
+
+    def kind(parameter: Tensor) -> str:
+        if id(parameter) in packed:
+            return "weights, packed"
+        dtype = str(parameter.dtype).removeprefix("torch.")
+        return f"weights, {dtype}" if not parameter.requires_grad else f"weights, {dtype}, trainable"
+
+    return [(p, kind(p)) for p in model.parameters()] + [(b, "buffers") for b in model.buffers()]
+
+
+def _name_gradient(tracker: StorageTracker, parameter: Tensor) -> None:
+    if parameter.grad is not None:  # None after a step that was fused into backward
+        tracker.track(parameter.grad, "gradients")
+
+
+def _set_checkpointing(model: nn.Module, wanted: bool | None) -> None:
+    if wanted:
+        _checkpoint_blocks(model, blocks(model))
+    elif wanted is not None:
+        module: Any
+        for module in model.modules():
+            if getattr(module, "is_gradient_checkpointing", False) and hasattr(module, "gradient_checkpointing_disable"):
+                module.gradient_checkpointing_disable()
+
+
+def _optimizers(subject: Subject, optimizer: OptimizerLike, sharding: Sharding) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        if subject.optimizer is None:
+            return []
+        if sharding.shards:
+            raise ValueError("plan: a sharded strategy needs optimizer= by name, not the LightningModule's own")
+        return subject.optimizer()
+    factory = optimizer
+    if isinstance(factory, str):
+        if factory not in OPTIMIZERS:
+            raise ValueError(f"plan: optimizer must be one of {', '.join(OPTIMIZERS)}, a callable or None, got {factory!r}")
+        factory = OPTIMIZERS[factory]
+    groups = sharding.parameter_groups()
+    return [factory(groups)] if groups else []

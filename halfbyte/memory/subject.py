@@ -1,0 +1,288 @@
+"""What a plan is about: any model the user has, turned into a fake one that holds shapes and no data."""
+
+from __future__ import annotations
+
+import copy
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from halfbyte.formats import Format
+from halfbyte.nn.convert import convert_layers_
+from halfbyte.nn.init import entered
+from halfbyte.nn.linear import QuantLinear, dequantize_linear_
+from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.settings import InitSettings
+from halfbyte.nn.skip import SkipRules
+
+__all__ = ["Subject", "like_transformers", "make_subject"]
+
+
+@dataclass
+class Subject:
+    """A fake model and what a training step of it is.
+
+    Attributes:
+        model: its parameters and buffers are fake tensors on the device that is planned for.
+        mode: the fake mode they belong to.
+        device: that device.
+        step: computes the loss of a batch.
+        batch: makes a batch of (batch_size, seq_len); called inside the mode.
+        optimizer: the model's own optimizers (a LightningModule's), or None.
+        zero_grad_first: gradients of the last step live until the next backward (Lightning's order).
+        name: what it is called in tables.
+    """
+
+    model: nn.Module
+    mode: FakeTensorMode
+    device: torch.device
+    step: Callable[[nn.Module, Any], Tensor]
+    batch: Callable[[int, int], Any]
+    optimizer: Callable[[], list[torch.optim.Optimizer]] | None
+    zero_grad_first: bool
+    name: str
+
+
+def make_subject(
+    source: Any,
+    *,
+    format: str | Format | None,
+    lora_rank: int | None,
+    dtype: torch.dtype | None,
+    device: str | torch.device | None,
+    batch: Callable[[int, int], Any] | None,
+    step: Callable[[nn.Module, Any], Tensor] | None,
+) -> Subject:
+    """A fake copy of a module, a LightningModule or the model that a folder's config.json describes.
+
+    Raises:
+        TypeError: `source` is none of them, or its parameters are of a foreign tensor class.
+        ImportError: transformers (for a folder) or peft (for `lora_rank`) is missing.
+    """
+    dense = format == "dense"
+    fmt = None if format is None or dense else Format.parse(format)
+    name = type(source).__name__
+    if isinstance(source, (str, os.PathLike)):
+        model, name = _from_folder(Path(source), fmt, dense, dtype), Path(source).name
+    elif isinstance(source, nn.Module):
+        model = source
+        if _is_lightning(source) and next(source.parameters(), None) is None:
+            model = _configured(source, fmt)
+    else:
+        raise TypeError(f"plan: model_or_config must be a module or a folder with config.json, got {type(source).__name__}")
+    where = _device(model, device)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    meta = torch.device("meta")
+    with meta:
+        model = _copy(model, meta)
+        _set_format(model, fmt, dense)
+        if lora_rank is not None:
+            model = _with_lora(model, lora_rank)
+    with mode:
+        fake = _copy(model, where)
+    lightning = _is_lightning(fake)
+    return Subject(
+        model=fake.train(),
+        mode=mode,
+        device=where,
+        step=step or (_training_step if lightning else _loss_of),
+        batch=batch or (lambda rows, length: _tokens(rows, length, where)),
+        optimizer=partial(_own_optimizers, fake) if lightning else None,
+        zero_grad_first=lightning,
+        name=name,
+    )
+
+
+def _is_lightning(module: nn.Module) -> Any:
+    methods = ("training_step", "configure_model", "configure_optimizers")
+    return all(callable(getattr(module, each, None)) for each in methods)
+
+
+def _training_step(module: Any, batch: Any) -> Tensor:
+    out = module.training_step(batch, 0)
+    return out["loss"] if isinstance(out, dict) else out
+
+
+def _loss_of(model: nn.Module, batch: Any) -> Tensor:
+    out = model(**batch) if isinstance(batch, dict) else model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    loss = out["loss"] if isinstance(out, dict) else getattr(out, "loss", out)
+    return loss if loss.dim() == 0 else loss.float().mean()
+
+
+def _tokens(rows: int, length: int, device: torch.device) -> dict[str, Tensor]:
+    ids = torch.zeros(rows, length, dtype=torch.long, device=device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def _own_optimizers(module: Any) -> list[torch.optim.Optimizer]:
+    return _optimizers(module.configure_optimizers())
+
+
+def _optimizers(configured: Any) -> list[torch.optim.Optimizer]:
+    """What `configure_optimizers` may return: one, a dict, a list of either, or (optimizers, schedulers)."""
+    if isinstance(configured, torch.optim.Optimizer):
+        return [configured]
+    if isinstance(configured, dict):
+        return [configured["optimizer"]]
+    if isinstance(configured, tuple) and len(configured) == 2 and isinstance(configured[0], list):
+        configured = configured[0]
+    return [each for entry in configured or () for each in _optimizers(entry)]
+
+
+def _device(model: nn.Module, device: str | torch.device | None) -> torch.device:
+    if device is not None:
+        return torch.device(device)
+    found = {p.device for p in model.parameters()} - {torch.device("meta")}
+    return found.pop() if len(found) == 1 else torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+# ---- building without data ------------------------------------------------------------------------------------------
+
+
+def _from_folder(folder: Path, format: Format | None, dense: bool, dtype: torch.dtype | None) -> nn.Module:
+    """The model that config.json describes, on meta; a quantization it names is applied unless another is asked for."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError("plan: reading a model folder needs transformers; pip install transformers") from error
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"plan: model_or_config must be a folder with config.json, got {str(folder)!r}")
+    config = transformers.AutoConfig.from_pretrained(folder)
+    own = getattr(config, "quantization_config", None) or {}
+    if format is None and not dense and own:
+        if own.get("quant_method") != "halfbyte":
+            raise NotImplementedError(
+                f"plan: {folder.name} is quantized by {own.get('quant_method')!r}; name the format to plan for (format=)"
+            )
+        format = Format.parse(own["format"])
+    config.quantization_config = None
+    del config.quantization_config
+    return _on_meta(lambda: _from_config(transformers, config, dtype), format)
+
+
+def _from_config(transformers: Any, config: Any, dtype: torch.dtype | None) -> nn.Module:
+    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    names = getattr(config, "architectures", None) or ()
+    cls = next((getattr(transformers, name) for name in names if hasattr(transformers, name)), None)
+    if cls is not None:
+        return cls._from_config(config, dtype=dtype)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def _on_meta(build: Callable[[], nn.Module], format: Format | None) -> nn.Module:
+    with torch.device("meta"):
+        if format is None:
+            return build()
+        with entered(InitSettings(format, None, None)):
+            return build()
+
+
+def _configured(module: nn.Module, format: Format | None) -> nn.Module:
+    """A LightningModule whose `configure_model` has run on meta; `from_pretrained` in it reads config.json alone."""
+    module = copy.deepcopy(module)
+
+    def build() -> nn.Module:
+        with _reading_configs_only():
+            module.configure_model()  # type: ignore[operator]
+        return module
+
+    return _on_meta(build, format)
+
+
+@contextmanager
+def _reading_configs_only() -> Iterator[None]:
+    """Inside, transformers' `from_pretrained` builds the model of a config and reads no weights."""
+    try:
+        import transformers
+    except ImportError:
+        yield
+        return
+    owner: Any = transformers.PreTrainedModel
+    original = owner.__dict__["from_pretrained"]
+
+    def from_pretrained(cls: Any, path: Any, *_: Any, config: Any = None, dtype: Any = None, **__: Any) -> Any:
+        if not isinstance(config, transformers.PreTrainedConfig):
+            config = transformers.AutoConfig.from_pretrained(config or path)
+        if isinstance(dtype, str):
+            dtype = None if dtype == "auto" else getattr(torch, dtype)
+        model = cls._from_config(config, dtype=dtype or getattr(config, "dtype", None) or torch.float32)
+        return model.eval()
+
+    owner.from_pretrained = classmethod(from_pretrained)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        owner.from_pretrained = original
+
+
+def _with_lora(model: nn.Module, rank: int) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("plan: lora_rank needs peft; pip install peft") from error
+    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+
+
+# ---- empty copies ---------------------------------------------------------------------------------------------------
+
+
+def _copy(model: nn.Module, device: torch.device) -> nn.Module:
+    """A copy with empty tensors on a device: they are put into deepcopy's memo, so no data is ever read."""
+    memo: dict[int, Any] = {}
+    for name, parameter in model.named_parameters():
+        if type(parameter) is not nn.Parameter:
+            raise TypeError(f"plan: parameter {name} is a {type(parameter).__name__}; plans are made of plain parameters")
+        empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+        memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for buffer in model.buffers():
+        memo[id(buffer)] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+    return copy.deepcopy(model, memo)
+
+
+def _set_format(model: nn.Module, format: Format | None, dense: bool) -> None:
+    """Makes every linear layer that can be packed `format`; "dense" turns packed ones back into trainable weights."""
+    packed = [m for m in model.modules() if isinstance(m, PackedRows)]
+    if dense:
+        for module in packed:
+            if not isinstance(module, QuantLinear):
+                raise NotImplementedError(f"plan: format 'dense' can't replace a {type(module).__name__}")
+            values = torch.empty(module.weight_shape, dtype=module.dense_dtype, device=module.weight.device)
+            dequantize_linear_(module, nn.Parameter(values))
+    elif format is not None and packed:
+        for module in packed:
+            rows, columns = module.weight_shape
+            module.format = format
+            size = (rows, format.row_bytes(columns))
+            empty = torch.empty(size, dtype=torch.uint8, device=module.weight.device)
+            module._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
+    elif format is not None:
+        convert_layers_(model, format, SkipRules(None).of_model(model), None, caller="plan")
+
+
+@contextmanager
+def like_transformers() -> Iterator[None]:
+    """Inside, transformers treats fake tensors as real ones.
+
+    It builds explicit attention masks and repeats keys for what it takes to be a tracer's tensor: memory that a real step
+    does not take.
+    """
+    import sys
+
+    module: Any = sys.modules.get("transformers.utils.import_utils")
+    original = getattr(module, "is_fake_tensor", None)
+    if original is None:
+        yield
+        return
+    module.is_fake_tensor = lambda _: False
+    try:
+        yield
+    finally:
+        module.is_fake_tensor = original
