@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.distributed.tensor_parallel import embed_sharded
+from halfbyte.nn.tensor_parallel import embed_sharded
 from halfbyte.formats import Format
 from halfbyte.nn.packed import PackedRows, as_dtype
 from halfbyte.ops.embedding import embedding

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.distributed.tensor_parallel import refuse_cut_rows
+from halfbyte.nn.tensor_parallel import refuse_cut_rows
 from halfbyte.formats import Format
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, quantize
