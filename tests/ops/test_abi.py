@@ -78,9 +78,9 @@ def test_every_kernel_that_calls_aten_guards_grad_mode() -> None:
     assert all("NoGradGuard" in body for body in calling)
 
 
-def test_no_schema_takes_a_string() -> None:
-    """`str` arguments leak at this ABI target."""
-    names = registered_ops()
+def test_no_native_kernel_takes_a_string() -> None:
+    """`str` arguments leak at this ABI target; the two collectives name a process group, and their kernels are Python."""
+    names = set(registered_ops()) - {"quantize_broadcast_", "quantize_scatter_"}
     assert names
     for name in names:
         assert "str" not in [str(a.type) for a in getattr(torch.ops.halfbyte, name).default._schema.arguments]
