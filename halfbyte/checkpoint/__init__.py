@@ -3,5 +3,6 @@
 from halfbyte.checkpoint import bitsandbytes
 from halfbyte.checkpoint.folder import save_quantized
 from halfbyte.checkpoint.load import load_quantized
+from halfbyte.checkpoint.stream import quantize_checkpoint
 
-__all__ = ["bitsandbytes", "load_quantized", "save_quantized"]
+__all__ = ["bitsandbytes", "load_quantized", "quantize_checkpoint", "save_quantized"]

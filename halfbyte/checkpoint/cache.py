@@ -33,7 +33,9 @@ class Cache:
         verify: "fast" or "full".
     """
 
-    def __init__(self, cache_dir: str | os.PathLike[str], source: CheckpointSource, entries: Sequence[Entry], verify: str) -> None:
+    def __init__(
+        self, cache_dir: str | os.PathLike[str], source: CheckpointSource, entries: Sequence[Entry], verify: str
+    ) -> None:
         self.source, self.entries = source, entries
         made_from = {
             "version": VERSION,
@@ -72,7 +74,8 @@ class Cache:
     def warn(self, error: Any) -> None:
         """Says once that the entry is damaged."""
         warnings.warn(
-            f"load_quantized: the cache {self.folder} is damaged ({error}); it is made anew from {self.source.checkpoint.path}",
+            f"load_quantized: the cache {self.folder} is damaged ({error}); it is made anew from "
+            f"{self.source.checkpoint.path}",
             stacklevel=3,
         )
 

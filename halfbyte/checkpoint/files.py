@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -45,6 +46,7 @@ VERSION = 1
 _HEADER_LIMIT = 100 << 20  # bytes; safetensors' own
 _CHUNK = 8 << 20  # bytes that are read before they are summed
 INDEX = "model.safetensors.index.json"
+_PART = re.compile(r"-\d+-of-(?!0*1\.)\d+")  # one of several: without an index a folder of an interrupted run
 
 
 @dataclass(frozen=True)
@@ -131,7 +133,8 @@ class Checkpoint:
         missing = [key for key in named if key not in self.tensors]
         if missing:
             raise QuantizationError(
-                f"{self.path}: the index names {len(missing)} tensors that its files don't hold, such as {missing[0]}", missing
+                f"{self.path}: the index names {len(missing)} tensors that its files don't hold, such as {missing[0]}",
+                missing,
             )
 
     def _open(self, index: int, file: Path) -> None:
@@ -143,7 +146,7 @@ class Checkpoint:
         metadata = header.pop("__metadata__", {})
         ours = json.loads(metadata["halfbyte"]) if "halfbyte" in metadata else None
         if ours is not None and ours.get("version") != VERSION:
-            raise QuantizationError(f"{file}: written by another halfbyte (version {ours.get('version')}, this is {VERSION})")
+            raise QuantizationError(f"{file}: of version {ours.get('version')}, this halfbyte reads version {VERSION}")
         self.headers.append(ours)
         described = ours["tensors"] if ours is not None else {}
         for name, entry in header.items():
@@ -205,7 +208,8 @@ class Checkpoint:
         found = self.checksum(name) if content is None else checksum_of(content)
         if f"{found:08x}" != stored.checksum:
             raise QuantizationError(
-                f"{self.files[stored.file]}: {name} is damaged: its checksum is {found:08x}, the header says {stored.checksum}",
+                f"{self.files[stored.file]}: {name} is damaged: its checksum is {found:08x}, not {stored.checksum} as the "
+                f"header says",
                 [name],
             )
         self._sound.add(name)
@@ -249,6 +253,10 @@ class Checkpoint:
         while self._descriptors:
             os.close(self._descriptors.pop())
 
+    def __del__(self) -> None:
+        if hasattr(self, "_descriptors"):  # layers that are read at their first use keep it open
+            self.close()
+
     def __enter__(self) -> Checkpoint:
         return self
 
@@ -276,7 +284,7 @@ def _files_of(path: Path) -> tuple[list[Path], list[str]]:
         return [path], []
     if not path.is_dir():
         raise FileNotFoundError(f"no checkpoint at {path}")
-    files = sorted(path.glob("*.safetensors"))
+    files = [file for file in sorted(path.glob("*.safetensors")) if not _PART.search(file.name)]
     if len(files) != 1:
         raise FileNotFoundError(
             f"{path}: needs {INDEX} or one .safetensors file, found {', '.join(f.name for f in files[:3]) or 'none'}; "

@@ -52,6 +52,7 @@ def write_folder(
     config: Mapping[str, Any] | None = None,
     key: str | None = None,
     resume: bool = False,
+    check: bool = False,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     tick: Callable[[int], None] = lambda nbytes: None,
 ) -> list[Path]:
@@ -64,6 +65,7 @@ def write_folder(
         config: content of config.json, or None for none.
         key: what the content was made from, put into each header.
         resume: keep finished shards of an interrupted run with the same key whose checksums hold.
+        check: read each shard back and compare it with its checksums.
         max_shard_bytes: limit of a shard.
         tick: called with the bytes of every piece.
 
@@ -72,6 +74,7 @@ def write_folder(
 
     Raises:
         OSError: the disk is full or can't be written; finished shards stay for `resume`, nothing else is touched.
+        QuantizationError: a shard is not on disk what was written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     shards = plan_shards(entries, max_shard_bytes)
@@ -83,6 +86,9 @@ def write_folder(
         file = directory / name
         if not (resume and _finished(file, shard, key)):
             _write_shard(file, shard, source, key, tick)
+            if check and not _finished(file, shard, key):
+                file.unlink(missing_ok=True)
+                raise QuantizationError(f"{file}: reading it back gave something else than was written")
         else:
             tick(sum(entry.nbytes for entry in shard))
         files.append(file)
@@ -94,7 +100,16 @@ def write_folder(
     for old in directory.glob("model*.safetensors"):  # what the index no longer names
         if old not in files:
             old.unlink(missing_ok=True)
+    _sweep(directory)
     return files
+
+
+def _sweep(directory: Path) -> None:
+    """Removes what processes that are no more had not finished."""
+    for temporary in directory.glob(".*.tmp"):
+        process = temporary.name.split(".")[-3]
+        if process.isdigit() and not Path("/proc", process).exists():
+            temporary.unlink(missing_ok=True)
 
 
 def _unused(directory: Path, name: str) -> str:
@@ -146,7 +161,7 @@ def _header(shard: Sequence[Entry], key: str | None, checksums: Mapping[str, str
         offset = end
     ours = {"version": VERSION, **({"key": key} if key else {}), "tensors": described}
     text = json.dumps({"__metadata__": {"format": "pt", "halfbyte": json.dumps(ours)}, **tensors}).encode()
-    return text + b" " * (-len(text) % 16)
+    return text + b" " * (-(8 + len(text)) % 64)
 
 
 def _finished(file: Path, shard: Sequence[Entry], key: str | None) -> bool:
@@ -190,7 +205,8 @@ def _write_shard(
                     tick(size)
                 checksums[entry.name] = f"{found:08x}"
             header = _header(shard, key, checksums)
-            _write_all(descriptor, torch.frombuffer(bytearray(len(header).to_bytes(8, "little") + header), dtype=torch.uint8), 0)
+            beginning = bytearray(len(header).to_bytes(8, "little") + header)
+            _write_all(descriptor, torch.frombuffer(beginning, dtype=torch.uint8), 0)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
@@ -201,8 +217,8 @@ def _write_shard(
             need = sum(entry.nbytes for entry in shard)
             raise OSError(
                 error.errno,
-                f"{os.strerror(error.errno or 0)}: {file} needs {need / 1e6:.1f} MB; shards that are finished are kept, run it "
-                f"again when there is room",
+                f"{os.strerror(error.errno or 0)}: {file} needs {need / 1e6:.1f} MB; finished shards are kept, nothing else "
+                f"was changed",
             ) from error
         raise
     except BaseException:
@@ -256,8 +272,8 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         tensor: Any = getattr(module, attribute)
         if is_dtensor(tensor) or getattr(tensor, "_fsdp_flattened", False):
             raise NotImplementedError(
-                f"save_quantized: {name} is sharded; gather the state with torch.distributed.checkpoint.state_dict, load it into "
-                f"a model in one process and save that"
+                f"save_quantized: {name} is sharded; gather the state with torch.distributed.checkpoint.state_dict, load it "
+                f"into a model in one process and save that"
             )
         if tensor.is_meta:
             raise QuantizationError(f"save_quantized: {name} is on meta: nothing was loaded", [name])

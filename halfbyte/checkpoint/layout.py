@@ -312,7 +312,9 @@ def _rows_of(name: str, tensor: Any) -> tuple[int, int]:
 
     for placement in tensor.placements:
         if not (placement.is_replicate() or (isinstance(placement, Shard) and placement.dim == 0)):
-            raise ValueError(f"load_quantized: {name} is placed as {tensor.placements}; only Shard(0) and Replicate() are whole rows")
+            raise ValueError(
+                f"load_quantized: {name} is placed as {tensor.placements}; only Shard(0) and Replicate() keep rows whole"
+            )
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     if not tensor.dim():
         return 0, 1
@@ -348,7 +350,7 @@ def fill_rest(model: nn.Module, device: torch.device | None) -> None:
         QuantizationError: neither computes it; the buffers are named.
     """
     left = []
-    initializers = [m._init_weights for m in model.modules() if callable(getattr(m, "_init_weights", None))]
+    initializers: list[Any] = [m._init_weights for m in model.modules() if callable(getattr(m, "_init_weights", None))]
     for path, module in model.named_modules():
         names = [name for name, buffer in module._buffers.items() if buffer is not None and buffer.is_meta]
         if not names:
@@ -358,10 +360,11 @@ def fill_rest(model: nn.Module, device: torch.device | None) -> None:
             assert buffer is not None
             empty = torch.empty_like(buffer, device=device or "cpu")
             module._buffers[name] = empty.fill_(float("nan") if empty.is_floating_point() else -1)
-        own = getattr(module, "reset_parameters", None)
-        if not module._parameters and initializers:  # nothing else in it that would be drawn anew
+        own: Any = getattr(module, "reset_parameters", None)
+        alone = not any(True for _ in module.parameters())  # nothing in it that would be drawn anew
+        if alone and initializers:
             initializers[0](module)
-        elif not module._parameters and callable(own):
+        elif alone and callable(own):
             own()
         for name in names:
             buffer = module._buffers[name]
@@ -371,7 +374,7 @@ def fill_rest(model: nn.Module, device: torch.device | None) -> None:
                 left.append(f"{path}.{name}" if path else name)
     if left:
         raise QuantizationError(
-            f"load_quantized: {', '.join(left[:5])} are buffers that checkpoints don't hold, and are on meta; build the model "
-            f"with them on a real device",
+            f"load_quantized: {', '.join(left[:5])} are buffers that checkpoints don't hold, and are on meta; build the "
+            f"model with them on a real device",
             left,
         )

@@ -27,7 +27,7 @@ class DeferredLinear(QuantLinear):
     def __getattr__(self, name: str) -> Any:
         if name == "weight" and "_halfbyte_deferred" in self.__dict__:
             self.load_rows()
-        return super().__getattr__(name)
+        return nn.Module.__getattr__(self, name)  # self may be of another class by now
 
     def load_rows(self) -> None:
         """Reads the rows now.
@@ -50,19 +50,19 @@ class DeferredLinear(QuantLinear):
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.load_rows()
-        super()._save_to_state_dict(destination, prefix, keep_vars)
+        QuantLinear._save_to_state_dict(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.load_rows()
-        super()._load_from_state_dict(*args, **kwargs)
+        QuantLinear._load_from_state_dict(self, *args, **kwargs)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         self.load_rows()
-        return super()._apply(fn, recurse)
+        return QuantLinear._apply(self, fn, recurse)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         self.load_rows()
-        return super().__reduce_ex__(protocol)
+        return QuantLinear.__reduce_ex__(self, protocol)
 
 
 def defer(slots: Sequence[Slot], source: CheckpointSource) -> list[Slot]:

@@ -6,7 +6,7 @@ import os
 import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from typing import Any
 
 import torch
@@ -63,8 +63,8 @@ def load_quantized(
         source_rank: rank within the group that reads.
         cache_dir: a folder that keeps the quantized result, so that the next load of the same files quantizes nothing;
             used by the source only and for every number of ranks.
-        verify: how a cached result is matched with its source: "fast" by path, size, time of change and header, "full" by all
-            of its content. Checksums are verified in either case.
+        verify: how a cached result is matched with its source: "fast" by path, size, time of change and header, "full" by
+            all of its content. Checksums are verified in either case.
         lazy: quantize each packed layer when it is first used, from the checkpoint, which must stay in place (one process).
         device: where to put the tensors; None: where they are, "cpu" for meta.
         progress: show a progress bar on the source, in a terminal (needs tqdm).
@@ -112,8 +112,8 @@ def load_quantized(
             request.alone(lazy)
         elif lazy:
             raise NotImplementedError(
-                f"load_quantized: lazy=True works in one process, this group has {group.size()} ranks, which would each read "
-                f"the checkpoint; use lazy=False (one rank reads)"
+                f"load_quantized: lazy=True works in one process, this group has {group.size()} ranks, which would each "
+                f"read the checkpoint; use lazy=False (one rank reads)"
             )
         else:
             request.together(group, source_rank)
@@ -150,7 +150,8 @@ class _Request:
 
     def alone(self, lazy: bool) -> None:
         with ExitStack() as stack:
-            source: Any = stack.enter_context(_closing(open_source(self.path)))
+            source: Any = open_source(self.path)
+            stack.callback(source.close)
             layout = plan_layout(self.model, source, self.format, self.skip)
             slots = apply_layout(self.model, layout, self.compute_dtype, self.device)
             if lazy:
@@ -173,7 +174,8 @@ class _Request:
                 nonlocal source
                 layout = None
                 if ranks.is_source:
-                    source = stack.enter_context(_closing(open_source(self.path)))
+                    source = open_source(self.path)
+                    stack.callback(source.close)
                     layout = plan_layout(self.model, source, self.format, self.skip)
                 return self.settings(), layout, uuid.uuid4().hex
 
@@ -242,7 +244,7 @@ class _Request:
         opened = keeper.open()
         if opened is None:
             return False
-        with _closing(opened):
+        with closing(opened):
             try:
                 run(opened)
             except (QuantizationError, OSError) as error:
@@ -263,7 +265,8 @@ def check_settings(found: Sequence[dict[str, Any]], source_rank: int) -> None:
                 pairs = [(a, b) for a, b in zip(ours, theirs, strict=False) if a != b]
                 ours, theirs = pairs[0] if pairs else (f"{len(ours)} tensors", f"{len(theirs)} tensors")
             raise ValueError(
-                f"load_quantized: ranks differ in {name}: rank {source_rank} (the source) has {ours}, rank {rank} has {theirs}"
+                f"load_quantized: ranks differ in {name}: rank {source_rank} (the source) has {ours}, rank {rank} has "
+                f"{theirs}"
             )
 
 
@@ -331,11 +334,3 @@ def progress_bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
     finally:
         if bar is not None:
             bar.close()
-
-
-@contextmanager
-def _closing(source: Any) -> Iterator[Any]:
-    try:
-        yield source
-    finally:
-        source.close()

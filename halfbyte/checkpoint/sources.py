@@ -329,7 +329,8 @@ def open_source(path: Any) -> CheckpointSource:
     """
     checkpoint = Checkpoint(path)
     method = (checkpoint.config.get("quantization_config") or {}).get("quant_method")
-    if method == "bitsandbytes" or (method is None and any(".quant_state.bitsandbytes__" in name for name in checkpoint.tensors)):
+    states = any(".quant_state.bitsandbytes__" in name for name in checkpoint.tensors)
+    if method == "bitsandbytes" or (method is None and states):
         return BitsandbytesSource(checkpoint)
     if method not in (None, "halfbyte"):
         checkpoint.close()

@@ -31,8 +31,8 @@ def quantize_broadcast(
     While one bucket is sent the next is filled. A failure on any rank raises on all within 10 s and leaves the group usable.
 
     Args:
-        tensors: on the source, dense tensors by name, shape (..., N, K), float32, bfloat16 or float16; a lazy mapping holds one
-            at a time (each is taken twice: for its shape, then for its values). None elsewhere.
+        tensors: on the source, dense tensors by name, shape (..., N, K), float32, bfloat16 or float16; a lazy mapping
+            holds one at a time (each is taken twice: for its shape, then for its values). None elsewhere.
         format: a `Format` or its name; the same on every rank.
         process_group: None: the default group.
         source_rank: rank within the group that has the tensors.
@@ -131,8 +131,8 @@ def _distribute(
         for rank, (other, _, _) in enumerate(found):
             if other != found[source_rank][0]:
                 raise ValueError(
-                    f"{what}: ranks differ in format: rank {source_rank} (the source) has {found[source_rank][0]}, rank {rank} "
-                    f"has {other}"
+                    f"{what}: ranks differ in format: rank {source_rank} (the source) has {found[source_rank][0]}, "
+                    f"rank {rank} has {other}"
                 )
         spans = [[share(entry.rows, ranks.world, rank) for entry in entries] for rank in range(ranks.world)]
         targets = [

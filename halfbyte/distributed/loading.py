@@ -4,8 +4,8 @@ Two collectives on the training group first: every rank says what it has (or why
 goes through a gloo group of its own, whose short timeout can't hurt training and whose connections close with the process:
 a rank that dies or gives up is noticed at once by all. The source's thread fills one of two slots while the other is sent.
 
-On the wire: a header of 64 bytes, then, if it announces one, a bucket. A header is sent at least every 2 s, so a slow disk is
-not taken for a dead source; a failed source sends its message instead of a bucket, and nobody waits for data that won't come.
+On the wire: a header of 64 bytes, then, if it announces one, a bucket. A header is sent at least every 2 s, so a slow disk
+is not taken for a dead source; a failed source sends its message instead of a bucket, so nobody waits for what won't come.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ class LoaderGroup:
 
     def connect(self, tag: str) -> None:
         """Opens the data group; `tag` must be new and the same on every rank, all of which must call this at once."""
-        self._store = dist.PrefixStore(f"halfbyte/loading/{tag}", dist.distributed_c10d._get_default_store())
+        # Not `new_group`: every rank of the job would have to call it, and it reuses the names of groups that are gone.
+        torch_dist: Any = dist
+        self._store = torch_dist.PrefixStore(f"halfbyte/loading/{tag}", torch_dist.distributed_c10d._get_default_store())
         self._group = dist.ProcessGroupGloo(self._store, self.rank, self.world, timedelta(seconds=TIMEOUT_S))
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -348,7 +350,7 @@ def receive(
         group.broadcast(header)
         magic, kind, index, nbytes = _HEADER.unpack(bytes(header[: _HEADER.size].tolist()))
         if magic != _MAGIC or kind not in (_DATA, _FAILED, _ALIVE, _DONE):
-            raise RuntimeError(f"{group.what}: received something else than a header; was the source started with another halfbyte?")
+            raise RuntimeError(f"{group.what}: received something else than a header; does the source run this halfbyte?")
         if kind == _DONE:
             group.finish()
             return

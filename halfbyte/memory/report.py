@@ -126,7 +126,9 @@ def report(model: nn.Module) -> Report:
         size = size_of(module)
         if isinstance(module, PackedRows):
             dense_weight = module.weight_shape[0] * module.weight_shape[1] * module.dense_dtype.itemsize
-            packed_weight = module.weight.numel() * module.weight.element_size()
+            weight = module._parameters["weight"]  # not `.weight`, for which a deferred layer would read its rows
+            assert weight is not None
+            packed_weight = weight.numel() * weight.element_size()
             dense = size - packed_weight + dense_weight
             rows.append(ReportRow(name, str(module.format), size, dense))
         elif isinstance(module, QuantExperts):

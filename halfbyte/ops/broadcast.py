@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 
 from halfbyte._library import overload, register_fake, register_kernel
 from halfbyte.formats import Format
@@ -90,7 +91,8 @@ def _name_of(process_group: Any) -> str:
 
 def _resolve(op: str, input: Tensor | None, source_rank: int, group_name: str) -> tuple[Any, int, int]:
     """(group or None, rank, world) with the arguments checked."""
-    group = dist.distributed_c10d._resolve_process_group(group_name) if group_name else None
+    registry: Any = distributed_c10d  # names of its members that are private, but the only way from a name to a group
+    group = registry._resolve_process_group(group_name) if group_name else None
     rank, world = (group.rank(), group.size()) if group is not None else (0, 1)
     if not 0 <= source_rank < world:
         raise ValueError(f"halfbyte::{op}: source_rank must be from 0 to {world - 1}, got {source_rank}")

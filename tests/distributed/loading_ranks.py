@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
@@ -10,6 +11,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -54,7 +56,8 @@ def values() -> dict[str, Tensor]:
     torch.manual_seed(7)
     state = Model().state_dict()
     del state["lm_head.weight"]
-    return {name: torch.randn(value.shape).to(torch.bfloat16 if "up" in name else value.dtype) for name, value in state.items()}
+    drawn = {name: torch.randn(value.shape) for name, value in state.items()}
+    return {name: value.bfloat16() if "up" in name else value for name, value in drawn.items()}
 
 
 def expected(format: str = "nf4") -> dict[str, Tensor]:
@@ -87,15 +90,11 @@ def check(model: nn.Module, format: str = "nf4") -> None:
 def raises(text: str, call: Any, within: float = 10.0) -> None:
     """`call` raises on this rank, in time, with `text`; afterwards the training group works."""
     start = time.monotonic()
-    try:
+    with pytest.raises((ValueError, RuntimeError, OSError), match=re.escape(text)) as caught:
         call()
-    except Exception as error:
-        took = time.monotonic() - start
-        assert text in str(error), (dist.get_rank(), str(error))
-        assert took < within, took
-        print(f"RAISED {took:.2f} s: {str(error)[:200]}", flush=True)
-    else:
-        raise AssertionError(f"rank {dist.get_rank()} did not raise {text!r}")
+    took = time.monotonic() - start
+    assert took < within, took
+    print(f"RAISED {took:.2f} s: {str(caught.value)[:200]}", flush=True)
     total = torch.ones(1)
     dist.all_reduce(total)
     assert total.item() == dist.get_world_size()

@@ -49,5 +49,6 @@ def run_ranks(script: Path, *arguments: str, world: int = 2, killed: int | None 
         for process in processes:
             process.kill()
     codes = [process.returncode for process in processes]
-    assert codes == [-9 if rank == killed else 0 for rank in range(world)], "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(outputs))
+    expected = [-9 if rank == killed else 0 for rank in range(world)]
+    assert codes == expected, "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(outputs))
     return outputs

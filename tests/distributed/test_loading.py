@@ -1,0 +1,77 @@
+"""One rank reads and quantizes for all (loading_ranks.py on several gloo processes): results, failures, deaths."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from loading_ranks import built, check
+from ranks import run_ranks
+
+import halfbyte
+from halfbyte.checkpoint.sources import Entry
+from halfbyte.distributed.loading import plan_buckets
+from halfbyte.ops.broadcast import shard_rows
+
+RANKS = Path(__file__).with_name("loading_ranks.py")
+
+
+def test_two_ranks_equal_one_process_and_agree_on_failures(tmp_path: Path) -> None:
+    outputs = run_ranks(RANKS, "loads", str(tmp_path))
+    assert all("DONE" in output for output in outputs)
+    assert len(re.findall("RAISED", outputs[0])) == len(re.findall("RAISED", outputs[1])) == 9
+
+
+@pytest.mark.parametrize(
+    ("case", "killed"),
+    [
+        pytest.param("source-before", 0, marks=pytest.mark.slow),
+        ("source-during", 0),
+        pytest.param("source-after", 0, marks=pytest.mark.slow),
+        ("receiver", 1),
+    ],
+)
+def test_the_survivors_of_a_death_raise_within_ten_seconds(tmp_path: Path, case: str, killed: int) -> None:
+    outputs = run_ranks(RANKS, case, str(tmp_path), world=3, killed=killed)
+    for rank, output in enumerate(outputs):
+        took = re.findall(r"RAISED ([\d.]+) s", output)
+        assert [float(seconds) < 10 for seconds in took] == ([] if rank == killed else [True]), output
+    model = built()  # what is on disk still loads
+    halfbyte.load_quantized(model, tmp_path / "dense", cache_dir=tmp_path / "cache", progress=False)
+    check(model)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.integers(1, 200), st.booleans()), min_size=1, max_size=8),
+    st.integers(1, 4),
+    st.integers(64, 600),
+)
+def test_buckets_bring_every_rank_exactly_its_rows(tensors, world: int, bucket_bytes: int) -> None:
+    entries = [Entry(str(i), (rows, width), torch.uint8) for i, (rows, width, _) in enumerate(tensors)]
+    spans = [
+        [shard_rows(rows, world, rank) if shard else (0, rows) for rows, _, shard in tensors] for rank in range(world)
+    ]
+    buckets = plan_buckets(entries, spans, bucket_bytes)
+    for rank in range(world):
+        for index, entry in enumerate(entries):
+            start, stop = spans[rank][index]
+            got = []
+            for bucket in buckets:
+                for piece in bucket.pieces:
+                    if piece.entry == index:
+                        first = min(start + piece.first, stop)
+                        got += range(first, min(first + piece.count, stop))
+            assert got == list(range(start, stop)), (rank, entry)
+    for bucket in buckets:
+        ends = 0
+        for piece in bucket.pieces:  # one after the other, aligned
+            assert piece.offset >= ends and piece.offset % 64 == 0
+            ends = piece.offset + piece.count * entries[piece.entry].row_nbytes
+        assert ends <= bucket.nbytes
+        limit = bucket_bytes // world if bucket.scatter else bucket_bytes
+        assert bucket.nbytes <= max(limit, 64) + 64 or sum(p.count for p in bucket.pieces) == 1
