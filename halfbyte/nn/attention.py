@@ -61,7 +61,8 @@ def _leave(module: nn.Module, args: Any, output: Any) -> Any:
 
 
 def _as_input(module: nn.Module, args: Any, output: Any) -> Any:
-    return _cast(output, args[0].dtype) if args else output
+    floating = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()  # a table of biases takes indices
+    return _cast(output, args[0].dtype) if floating else output
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
