@@ -30,7 +30,8 @@ class HalfbyteConfig(QuantizationConfigMixin):
         skip: names that stay dense, as dotted runs ("lm_head", "layers.1"); None: the output embedding and what
             transformers itself leaves alone. Tied modules, `_keep_in_fp32_modules` and layers that the checkpoint does
             not contain (fresh heads) always stay dense.
-        compute_dtype: dtype (or its name) that packed layers compute in and return; None: the dtype of their input.
+        compute_dtype: dtype (or its name) that packed layers and the attention around them compute in; None: the dtype of
+            their input. What they return has the dtype that a dense layer would return.
         embedding_format: a format for embedding tables that are not tied; None leaves them dense.
         **saved: what an earlier save added (`quant_method`, `modules`: the names of the packed modules, numbers as "*").
 

@@ -69,7 +69,7 @@ def pack_module_(module: nn.Module, format: Format, compute_dtype: str | None) -
         quantize_linear_(module, format, dtype)
     else:
         assert isinstance(module, nn.Embedding)
-        quantize_embedding_(module, format, dtype)
+        quantize_embedding_(module, format, None)  # it computes nothing
 
 
 def describe_modules(packed: Iterable[str], dense: Iterable[str]) -> list[str]:

@@ -13,6 +13,7 @@ from transformers.quantizers.base import HfQuantizer
 
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
+from halfbyte.nn.attention import adapt_attention
 from halfbyte.nn.conv1d import is_conv1d, linear_shape, linear_weight
 from halfbyte.nn.convert import nothing_quantized
 from halfbyte.nn.embedding import QuantEmbedding, dequantize_embedding_
@@ -208,6 +209,8 @@ class HalfbyteQuantizer(HfQuantizer):
             raise nothing_quantized(model, "HalfbyteConfig")
         self._describe(model)
         record_originals(model, self._files)
+        for module in model.modules():
+            adapt_attention(module)
         # PEFT's prepare_model_for_kbit_training reads it: no upcast to float32, checkpointing and input gradients on.
         # `is_loaded_in_4bit` would do too, but makes TRL cast the adapters to bfloat16 whatever the user chose.
         model.hqq_quantized = True  # type: ignore[assignment]

@@ -11,6 +11,7 @@ from torch import nn
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.memory.report import Report, report
+from halfbyte.nn.attention import adapt_attention
 from halfbyte.nn.conv1d import linear_shape
 from halfbyte.nn.embedding import quantize_embedding_
 from halfbyte.nn.experts import expert_weights, quantize_experts_
@@ -88,13 +89,14 @@ def convert_layers_(
         elif expert_weights(module):
             quantize_experts_(module, format, compute_dtype)
         elif table_format is not None and module.max_norm is None:
-            quantize_embedding_(module, table_format, compute_dtype)
+            quantize_embedding_(module, table_format, None)  # it computes nothing: rows come as the table's dtype
         elif table_format is not None:
             mark_dense(module, "max_norm rewrites its rows during forward")
     if not any(isinstance(m, Packed) for m in model.modules()):
         raise nothing_quantized(model, caller)
     for module in model.modules():
         tell_config(module)
+        adapt_attention(module)
 
 
 def nothing_quantized(model: nn.Module, caller: str) -> QuantizationError:

@@ -17,6 +17,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
+from halfbyte.nn.attention import adapt_attention
 from halfbyte.nn.conv1d import is_conv1d
 from halfbyte.nn.hosts import import_bridges
 from halfbyte.nn.initializers import Initializers
@@ -169,6 +170,7 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
     settings = active_settings()
     if settings is None or child is None:
         return
+    built = False
     for path, module in child.named_modules():
         partial = f"{name}.{path}" if path else name
         if is_conv1d(module) and not settings.rules.by_name(partial) and not dense_reason(module):
@@ -180,9 +182,13 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
         reason = settings.rules.by_name(partial) or settings.rules.by_owner(parent, partial)
         if not reason:
             tell_config(parent)
+            built = True
         if reason:
             _make_dense(module, reason, fresh=not path)
             settings.built -= 1
+    if built:  # the child is complete when it is registered
+        for module in child.modules():
+            adapt_attention(module)
 
 
 def _make_dense(layer: QuantLinear, reason: str, fresh: bool) -> None:

@@ -28,8 +28,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         out_features: N, size of each output row.
         bias: whether to add a bias, which stays dense and keeps its own dtype.
         format: a `Format` or its name.
-        compute_dtype: dtype (or its name) that inputs and the bias are cast to, and that the output has. None: the
-            autocast dtype where autocast is active, else the input's dtype.
+        compute_dtype: dtype (or its name) that inputs and the bias are cast to for the product. None: the autocast dtype
+            where autocast is active, else the input's dtype.
         device: where to put the parameters; on "meta" nothing is computed.
         dtype: dtype of the bias and of the dense weight this stands for; None: torch's default dtype.
 
@@ -96,7 +96,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             input: shape (..., in_features), float32, bfloat16 or float16.
 
         Returns:
-            Shape (..., out_features) in the compute dtype.
+            Shape (..., out_features) in the dtype that a dense layer would return: the autocast dtype where autocast is
+            active, else the input's.
 
         Raises:
             TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
@@ -119,16 +120,17 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             scaling: s.
 
         Returns:
-            Shape (..., out_features) in the compute dtype; `halfbyte.ops.lora_linear` says what is multiplied in what.
+            Shape (..., out_features), of the dtype that `forward` returns; `halfbyte.ops.lora_linear` says what is multiplied in what.
 
         Raises:
             TypeError: as for `forward`.
             ValueError: A or B does not fit.
         """
-        input, bias, apart = in_compute_dtype(input, self.bias, self.compute_dtype)
+        input, bias, apart, returned = in_compute_dtype(input, self.bias, self.compute_dtype)
         sizes = (self.format.id, self.format.block_size, self.in_features)
         with torch.autocast(input.device.type, enabled=False) if apart else nullcontext():
-            return lora_linear_by_id(input, self.packed, bias, lora_A, lora_B, scaling, [], *sizes)
+            output = lora_linear_by_id(input, self.packed, bias, lora_A, lora_B, scaling, [], *sizes)
+        return output if output.dtype == returned else output.to(returned)
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802 - PEFT's name
@@ -187,18 +189,20 @@ def packed_linear(
     compute_dtype: torch.dtype | None,
 ) -> Tensor:
     """`halfbyte.ops.linear` in the compute dtype, see `in_compute_dtype`."""
-    input, bias, apart = in_compute_dtype(input, bias, compute_dtype)
+    input, bias, apart, returned = in_compute_dtype(input, bias, compute_dtype)
     with torch.autocast(input.device.type, enabled=False) if apart else nullcontext():
-        return linear_by_id(input, packed, bias, format.id, format.block_size, in_features)
+        output = linear_by_id(input, packed, bias, format.id, format.block_size, in_features)
+    return output if output.dtype == returned else output.to(returned)
 
 
 def in_compute_dtype(
     input: Tensor, bias: Tensor | None, compute_dtype: torch.dtype | None
-) -> tuple[Tensor, Tensor | None, bool]:
+) -> tuple[Tensor, Tensor | None, bool, torch.dtype]:
     """Input and bias in the compute dtype; None: the autocast dtype where autocast is active, else the input's.
 
     Returns:
-        Input, bias, and whether autocast has to be left for the product: an explicit compute_dtype wins over it.
+        Input, bias, whether autocast has to be left for the product (an explicit compute_dtype wins over it), and the dtype
+        that the result must have: a dense layer's.
     """
     device_type = input.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
@@ -207,11 +211,12 @@ def in_compute_dtype(
         raise TypeError(
             f"QuantLinear: input must be float32, bfloat16 or float16 (or compute_dtype be set), got {describe(input)}"
         )
+    returned = autocast or input.dtype
     if input.dtype != dtype:
         input = input.to(dtype)
     if bias is not None and bias.dtype != dtype:
         bias = bias.to(dtype)
-    return input, bias, autocast is not None and autocast != dtype
+    return input, bias, autocast is not None and autocast != dtype, returned
 
 
 def quantize_linear_(linear: nn.Module, format: Format, compute_dtype: torch.dtype | None) -> QuantLinear:

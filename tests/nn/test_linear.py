@@ -45,13 +45,12 @@ def test_compute_dtype_rules(dtype: torch.dtype) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert layer(x).dtype == torch.bfloat16  # autocast's
     layer.compute_dtype = torch.float32
-    assert layer(x).dtype == torch.float32  # an explicit one wins
+    expected = nn.functional.linear(x.float(), layer.dequantize(), layer.bias.float())
+    assert layer(x).dtype == dtype  # as a dense layer would, whatever it is computed in
+    torch.testing.assert_close(layer(x), expected.to(dtype))
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert layer(x).dtype == torch.float32
-        expected = nn.functional.linear(x.float(), layer.dequantize(torch.float32), layer.bias.float())
-    layer_out = layer(x)
-    torch.testing.assert_close(layer_out, nn.functional.linear(x.float(), layer.dequantize(), layer.bias.float()))
-    assert expected.dtype == torch.bfloat16  # the dense layer would have been cast
+        assert layer(x).dtype == torch.bfloat16
+        torch.testing.assert_close(layer(x), expected.to(torch.bfloat16))  # an explicit one wins over autocast
 
 
 def test_compute_dtype_by_name_and_bad_values() -> None:

@@ -23,7 +23,7 @@ from transformers import (
 import halfbyte
 from halfbyte.checkpoint.bitsandbytes import export_state_dict
 from halfbyte.distributed import wrap_policy
-from halfbyte.nn import QuantExperts
+from halfbyte.nn import QuantExperts, linear
 from peft_bridge import HalfbyteConfig, load_model, prepare_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
@@ -203,11 +203,11 @@ def test_gradients_reach_adapters_around_the_experts(folder, tokens, tmp_path, k
 
 @pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_products_run_in_the_compute_dtype(folder, compute_dtype, autocast):
+def test_products_run_in_the_compute_dtype(folder, compute_dtype, autocast, monkeypatch):
     model = load(folder("mixtral"), dtype=torch.float32, compute_dtype=compute_dtype)
     (module, *_) = experts(model).values()
-    seen = set()
-    module.act_fn.register_forward_pre_hook(lambda _, inputs: seen.add(inputs[0].dtype))
+    seen, original = set(), linear.linear_by_id
+    monkeypatch.setattr(linear, "linear_by_id", lambda x, *rest: (seen.add(x.dtype), original(x, *rest))[1])
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         out = module(torch.randn(3, 96), torch.tensor([[0, 1]] * 3), torch.rand(3, 2))
     assert seen == {torch.bfloat16 if compute_dtype or autocast else torch.float32}
