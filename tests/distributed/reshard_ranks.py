@@ -1,4 +1,4 @@
-"""One of the ranks that test_reshard.py starts: `reshard_ranks.py fsdp1|fsdp2 STAGE FOLDER`; every stage runs at another world size.
+"""One of the ranks that test_reshard.py starts, every stage with another world size: `reshard_ranks.py KIND STAGE FOLDER`.
 
 Each stage loads what the one before saved and compares every tensor with a single process that took the same steps on
 the same gradients; then it takes its own steps and saves.
