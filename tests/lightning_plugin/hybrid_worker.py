@@ -1,4 +1,4 @@
-"""One of four ranks: `hybrid_worker.py FOLDER`; two replicas of two shards each, through both of the Trainer's strategies."""
+"""One of four ranks: `hybrid_worker.py FOLDER`; two replicas of two shards, through both of the Trainer's strategies."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from fsdp_worker import fit, saved_and_resumed
@@ -50,6 +51,10 @@ def main(folder: Path) -> dict[str, Any]:
         assert 0.45 < packed_share(module) < 0.55, packed_share(module)
         for sharded in (True, False):
             path = folder / f"{kind}-{sharded}"
+            if (kind, sharded) == ("fsdp1", True):
+                with pytest.raises(NotImplementedError, match=r"restores wrong optimizer state from a folder.*HYBRID_SHARD"):
+                    saved_and_resumed(make, path, devices=4)
+                continue
             resumed = saved_and_resumed(lambda make=make, sharded=sharded: make(sharded), path, devices=4)
             assert resumed == module.losses, (kind, sharded, resumed, module.losses)
     for strategy in (FabricHalfbyteFSDPStrategy(**HYBRID), FabricHalfbyteFSDP2Strategy(device_mesh=(2, 2))):
