@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -136,6 +137,24 @@ class FSDP1:
 
         with self.state_context(root), float_moments([optimizer], saving=True):
             return FullyShardedDataParallel.optim_state_dict(root, optimizer)
+
+    @contextmanager
+    def resuming(self, path: Any, optimizers: Iterable[Optimizer]) -> Iterator[None]:
+        """Around the loading of a checkpoint with these optimizers.
+
+        Raises:
+            NotImplementedError: a folder with optimizer state under a hybrid strategy.
+        """
+        optimizers = list(optimizers)
+        if optimizers and "HYBRID" in self.sharding_strategy.name and Path(path).is_dir():
+            # torch's load_sharded_optimizer_state_dict splits among all ranks, whatever a replica is (torch 2.13).
+            raise NotImplementedError(
+                f"{type(self).__name__}: FSDP1 restores wrong optimizer state from a folder (state_dict_type='sharded') "
+                f"under sharding_strategy={self.sharding_strategy.name!r}; resume from a checkpoint saved with "
+                "state_dict_type='full', or use HalfbyteFSDP2Strategy(device_mesh=...)"
+            )
+        with float_moments(optimizers, saving=False):
+            yield
 
 
 class FSDP2:

@@ -99,7 +99,8 @@ class HalfbyteFSDPStrategy(FSDP1, FSDPStrategy):
     Raises:
         ValueError: a policy or checkpointing policy matches no module, or no block could be inferred; the text lists the
             candidates.
-        NotImplementedError: a packed layer has a trainable bias that is not float32; NO_SHARD with trainable tied weights.
+        NotImplementedError: a packed layer has a trainable bias that is not float32; NO_SHARD with trainable tied weights;
+            resuming a hybrid run from a folder (`state_dict_type="sharded"`), of which torch restores wrong moments.
 
     Note:
         State dicts have the keys, shapes and dtypes of a single process; 8-bit moments are saved as float32, because FSDP1
@@ -155,10 +156,10 @@ class HalfbyteFSDPStrategy(FSDP1, FSDPStrategy):
                 state = FullyShardedDataParallel.rekey_optim_state_dict(state, OptimStateKeyType.PARAM_ID, self.model)
         return state
 
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Called when a run resumes; see `optimizer_state`."""
-        with float_moments(self.optimizers, saving=False):
-            return super().load_checkpoint(*args, **kwargs)
+        with self.resuming(checkpoint_path, self.optimizers):
+            return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
 
 class _FabricCheckpoints:
@@ -203,7 +204,8 @@ class FabricHalfbyteFSDPStrategy(_FabricCheckpoints, FSDP1, FabricFSDPStrategy):
     Raises:
         ValueError: a policy or checkpointing policy matches no module, or no block could be inferred; the text lists the
             candidates.
-        NotImplementedError: a packed layer has a trainable bias that is not float32; NO_SHARD with trainable tied weights.
+        NotImplementedError: a packed layer has a trainable bias that is not float32; NO_SHARD with trainable tied weights;
+            resuming a hybrid run from a folder (`state_dict_type="sharded"`), of which torch restores wrong moments.
         QuantizationError: a checkpoint is loaded that holds rows of another format.
 
     Note:
@@ -246,7 +248,7 @@ class FabricHalfbyteFSDPStrategy(_FabricCheckpoints, FSDP1, FabricFSDPStrategy):
     def load_checkpoint(self, path: Any, state: Any = None, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Called by `fabric.load`; see the class."""
         values = state.values() if isinstance(state, dict) else ()
-        with float_moments([value for value in values if isinstance(value, Optimizer)], saving=False):
+        with self.resuming(path, [value for value in values if isinstance(value, Optimizer)]):
             return super().load_checkpoint(path, state, *args, **kwargs)
 
 

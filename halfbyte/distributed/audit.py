@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -41,13 +42,21 @@ class WrapReport:
     def __str__(self) -> str:
         if self.kind == "none":
             return f"not sharded: {len(self.outside)} parameters, {self.local_bytes / 1e6:.2f} MB on every rank"
-        inner = {name: size for name, size in self.bytes_per_unit.items() if name != ROOT}
-        largest = max(inner, key=lambda name: inner[name], default=ROOT)
-        text = (
-            f"{self.kind}: {len(inner)} units and the root; {self.local_bytes / 1e6:.2f} MB of parameters per rank\n"
-            f"root: {self.bytes_per_unit.get(ROOT, 0) / 1e6:.2f} MB; largest unit: {largest}, "
-            f"{self.bytes_per_unit.get(largest, 0) / 1e6:.2f} MB; expected peak without activations and optimizer: "
-            f"{self.expected_peak / 1e6:.2f} MB"
+        groups: dict[tuple[str, int], int] = {}
+        for name, size in self.bytes_per_unit.items():
+            key = (re.sub(r"\b\d+\b", "*", name), size)
+            groups[key] = groups.get(key, 0) + 1
+        table = [("unit", "count", "MB each")]
+        table += [(name, str(count), f"{size / 1e6:.3f}") for (name, size), count in groups.items()]
+        widths = [max(len(line[i]) for line in table) for i in range(3)]
+        lines = [f"{n.ljust(widths[0])}  {count.rjust(widths[1])}  {size.rjust(widths[2])}" for n, count, size in table]
+        inner = sum(name != ROOT for name in self.units)
+        text = "\n".join(
+            [
+                f"{self.kind}: {inner} units and the root; {self.local_bytes / 1e6:.2f} MB of parameters per rank",
+                *lines,
+                f"expected peak per rank without activations and optimizer: {self.expected_peak / 1e6:.2f} MB",
+            ]
         )
         if self.outside:
             more = ", ..." if len(self.outside) > 3 else ""

@@ -10,11 +10,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from halfbyte.distributed.grouping import clean_name
 from halfbyte.errors import QuantizationError
 from halfbyte.nn.conv1d import is_conv1d, linear_shape
 from halfbyte.nn.experts import QuantExperts, expert_weights
 from halfbyte.nn.packed import Packed, PackedRows
 from halfbyte.nn.skip import dense_reason
+from halfbyte.optim.sharding import annotate_fsdp1, global_shape, is_dtensor, is_fsdp1
 
 
 @dataclass(frozen=True)
@@ -100,10 +102,15 @@ def report(model: nn.Module) -> Report:
     """Lists what is packed, what is dense and why, and the bytes of both.
 
     Args:
-        model: any module, quantized or not.
+        model: any module, quantized or not. Of a sharded one the bytes are those of all ranks together, and names are
+            those of the model before it was wrapped.
 
     Returns:
         A `Report`.
+
+    Raises:
+        ValueError: a module inside FSDP1's root, from which sizes can't be told: pass the root, or call
+            `halfbyte.optim.annotate_fsdp1` on it first, as our strategies do.
 
     Example:
         >>> import torch, halfbyte
@@ -111,6 +118,8 @@ def report(model: nn.Module) -> Report:
         >>> halfbyte.quantize_model(model).bytes
         589824
     """
+    if is_fsdp1(model):
+        annotate_fsdp1(model)
     seen: set[int] = set()
 
     def size_of(module: nn.Module) -> int:
@@ -118,23 +127,21 @@ def report(model: nn.Module) -> Report:
         for tensor in [*module.parameters(recurse=False), *module.buffers(recurse=False)]:
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                total += tensor.numel() * tensor.element_size()
+                total += global_shape(tensor).numel() * tensor.element_size()
         return total
 
     rows, rest = [], 0
-    for name, module in model.named_modules():
-        size = size_of(module)
+    for wrapped_name, module in model.named_modules():
+        name, size = clean_name(wrapped_name), size_of(module)
         if isinstance(module, PackedRows):
-            dense_weight = module.weight_shape[0] * module.weight_shape[1] * module.dense_dtype.itemsize
-            weight = module._parameters["weight"]  # not `.weight`, for which a deferred layer would read its rows
-            assert weight is not None
-            packed_weight = weight.numel() * weight.element_size()
-            dense = size - packed_weight + dense_weight
+            row_count, columns = module.weight_shape
+            dense = size + row_count * (columns * module.dense_dtype.itemsize - module.format.row_bytes(columns))
             rows.append(ReportRow(name, str(module.format), size, dense))
         elif isinstance(module, QuantExperts):
-            elements = sum(math.prod(shape) for shape in module.weight_shapes.values())
-            packed_weight = sum(module.get_parameter(weight).numel() for weight in module.weight_shapes)
-            dense = size - packed_weight + elements * module.dense_dtype.itemsize
+            dense = size + sum(
+                math.prod(shape[:-1]) * (shape[-1] * module.dense_dtype.itemsize - module.format.row_bytes(shape[-1]))
+                for shape in module.weight_shapes.values()
+            )
             rows.append(ReportRow(name, str(module.format), size, dense))
         elif isinstance(module, nn.Embedding) or linear_shape(module) or expert_weights(module):
             rows.append(ReportRow(name, None, size, size, dense_reason(module)))
@@ -156,6 +163,7 @@ def verify(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None 
         The `Report`; with `reference` the packed rows carry `.error`, worst first.
 
     Raises:
+        ValueError: the model is sharded.
         QuantizationError: no packed module at all; a frozen `nn.Linear` without a recorded reason to be dense; rows of the
             wrong dtype or size; scales that are NaN or Inf; a layer that `reference` lacks. `.names` lists the modules.
     """
@@ -165,6 +173,11 @@ def verify(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None 
         from halfbyte.nn.convert import nothing_quantized
 
         raise nothing_quantized(model, "verify")
+    sharded = [name for name, m in packed.items() if is_dtensor(m.weight) or getattr(m.weight, "_fsdp_flattened", False)]
+    if sharded:
+        raise ValueError(
+            f"verify: {clean_name(sharded[0])} is sharded, no rank has all of its rows; verify the model before that"
+        )
     for name, module in model.named_modules():
         if isinstance(module, Packed):
             problem = _unsound(module) if isinstance(module, PackedRows) else _unsound_experts(module)

@@ -34,6 +34,12 @@ def is_dtensor(tensor: Any) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def is_fsdp1(model: nn.Module) -> bool:
+    """True if a model has FSDP1 units; never imports FSDP."""
+    module = sys.modules.get("torch.distributed.fsdp")
+    return module is not None and any(isinstance(m, module.FullyShardedDataParallel) for m in model.modules())
+
+
 def local(tensor: Any) -> Tensor:
     """This rank's part of a tensor: the tensor itself unless it is a DTensor."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
@@ -86,7 +92,7 @@ def global_shape(param: Tensor) -> torch.Size:
         raise ValueError(
             f"halfbyte.optim: a parameter of local shape {tuple(param.shape)} is FSDP1's view into a flat parameter; "
             "call halfbyte.optim.annotate_fsdp1(model) before the first step: otherwise the state would depend on the "
-            "world size"
+            "world size (and before halfbyte.report of a module inside the wrapped model)"
         )
     return param.shape
 

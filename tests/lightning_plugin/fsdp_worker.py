@@ -15,6 +15,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from lightning_models import RESUME_AT, STEPS, Module, trainer
 from torch import Tensor, nn
 
+import halfbyte
 from halfbyte.distributed import audit, fully_shard
 from halfbyte.nn import QuantLinear
 from lightning_plugin import (
@@ -96,10 +97,10 @@ def fit(strategy: Any, module: TowerModule | None = None, max_steps: int = STEPS
     return run, module
 
 
-def saved_and_resumed(make: Any, path: Path) -> list[float]:
-    run, module = fit(make(), max_steps=RESUME_AT)
+def saved_and_resumed(make: Any, path: Path, **kwargs: Any) -> list[float]:
+    run, module = fit(make(), max_steps=RESUME_AT, **kwargs)
     run.save_checkpoint(path)
-    _, resumed = fit(make(), TowerModule(seed=77), ckpt_path=path)
+    _, resumed = fit(make(), TowerModule(seed=77), ckpt_path=path, **kwargs)
     return module.losses + resumed.losses
 
 
@@ -109,6 +110,13 @@ def several_runs(make: Any) -> dict[str, Any]:
     run.validate(module, verbose=False)
     run, _ = fit(make(), module, max_steps=STEPS)
     return {"losses": module.losses, "evaluated": module.evaluated}
+
+
+def report_of_one_process() -> halfbyte.Report:
+    module = TowerModule()
+    with halfbyte.init_quantized("nf4"):
+        module.configure_model()
+    return halfbyte.report(module)
 
 
 def fsdp2(folder: Path) -> dict[str, Any]:
@@ -122,6 +130,7 @@ def fsdp2(folder: Path) -> dict[str, Any]:
     report = audit(module)
     assert callback.wrap == report
     assert report.kind == "fsdp2" and len(report.units) == 4 and report.outside == ()
+    assert callback.report == report_of_one_process()
     seen: dict[str, Any] = {"losses": module.losses}
     seen["early"] = fit(HalfbyteFSDP2Strategy(), TowerModule("init"))[1].losses
     seen["by_hand"] = fit(ModelParallelStrategy(2, 1), ShardedByHand(), callbacks=[callback])[1].losses
@@ -134,7 +143,11 @@ def fsdp2(folder: Path) -> dict[str, Any]:
 def fsdp1(folder: Path) -> dict[str, Any]:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-    run, module = fit("fsdp_halfbyte", callbacks=[QuantizationReport()])
+    callback = QuantizationReport()
+    run, module = fit("fsdp_halfbyte", callbacks=[callback])
+    assert callback.report == report_of_one_process()
+    with pytest.raises(ValueError, match=r"verify: net.first is sharded, no rank has all of its rows"):
+        halfbyte.verify(module)
     root = run.strategy.model
     report = audit(root)
     assert report.kind == "fsdp1" and report.outside == () and len(report.units) == 1 + 3 + 7, report

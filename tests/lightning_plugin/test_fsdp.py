@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -109,7 +110,8 @@ def test_a_dense_bf16_model_is_checkpointed_and_clipped(seen: dict) -> None:
 
 @BOTH
 def test_the_audit_is_printed_once_on_rank_0(seen: dict, kind: str) -> None:
-    assert f"{kind}: " in seen[kind][0]["log"] and "expected peak" in seen[kind][0]["log"]
+    assert f"{kind}: " in seen[kind][0]["log"] and "expected peak per rank" in seen[kind][0]["log"]
+    assert re.search(r"\nnet.layers.\* +3 +0.\d{3}\n", seen[kind][0]["log"])
     assert "expected peak" not in seen[kind][1]["log"]
     # The callback says it where none of our strategies has: for a module sharded by its own configure_model.
     assert seen[kind][0]["log"].count("Wrap audit") == (1 if kind == "fsdp2" else 0)
@@ -141,3 +143,14 @@ def test_checkpoints_of_two_ranks_resume_on_one(seen: dict, folder: Path, expect
     assert len(results) == 6
     for name, losses in results.items():
         assert losses == pytest.approx(mean, abs=1e-5), name
+
+
+@pytest.mark.slow
+def test_hybrid_sharding_on_four_ranks(tmp_path: Path) -> None:
+    """Two replicas of two shards; resumed runs equal uninterrupted ones exactly, which hybrid_worker.py asserts."""
+    run_ranks(Path(__file__).with_name("hybrid_worker.py"), str(tmp_path), world=4)
+    expected = losses_by_hand(tower(), clip=CLIP, world=4)
+    for rank in range(4):
+        seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
+        for kind in ("fsdp1", "fsdp2"):
+            assert seen[kind] == pytest.approx(expected[rank], abs=5e-6)
