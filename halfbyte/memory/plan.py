@@ -197,7 +197,7 @@ def plan(
 ) -> MemoryPlan:
     """Predicts the peak memory of a training step, per rank and by kind, without allocating it.
 
-    Two steps of the model run under `FakeTensorMode`: every op really happens, on tensors without data, and the lifetime of
+    A step of the model runs under `FakeTensorMode`: every op really happens, on tensors without data, and the lifetime of
     each storage is followed from the op that makes it to its release, through forward, backward, recomputation and the
     optimizer. Sharding is played out unit by unit, with the units of `halfbyte.distributed`; no process group is needed.
 

@@ -1,4 +1,4 @@
-"""Two training steps of a fake model under a `StorageTracker`: the second one meets the optimizer's state of the first."""
+"""A training step of a fake model under a `StorageTracker`, with the optimizer's state of earlier steps in place."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def simulate(
     world_size: int,
     checkpointing: bool | None,
 ) -> StorageTracker:
-    """Runs the steps; the tracker it returns holds the peak and what was alive then."""
+    """Runs the step; the tracker it returns holds the peak and what was alive then."""
     model, tracker = subject.model, StorageTracker()
     _set_checkpointing(model, checkpointing)
     for parameter in model.parameters():
@@ -65,23 +65,26 @@ def simulate(
         hooks = [p.register_post_accumulate_grad_hook(partial(_name_gradient, tracker))
                  for p in model.parameters() if p.requires_grad]
         try:
-            for _ in range(2):
-                tracker.kind = "activations"
-                sharding.begin_forward()
-                loss = subject.step(model, batch)
-                if subject.zero_grad_first:
-                    sharding.zero_grad()
-                if not loss.requires_grad:
-                    raise ValueError("plan: the loss does not require grad: nothing in the model is trainable")
-                sharding.begin_backward()
-                loss.backward()
-                del loss
-                sharding.end_backward()
-                tracker.kind = "optimizer state"
-                for each in optimizers:
-                    each.step()
-                if not subject.zero_grad_first:
-                    sharding.zero_grad()
+            tracker.kind = "optimizer state"
+            for each in optimizers:  # a step on gradients alone makes the state that later steps meet
+                _give_gradients(tracker, each)
+                each.step()
+            if not subject.zero_grad_first:
+                sharding.zero_grad()
+            tracker.kind = "activations"
+            sharding.begin_forward()
+            loss = subject.step(model, batch)
+            if subject.zero_grad_first:
+                sharding.zero_grad()
+            if not loss.requires_grad:
+                raise ValueError("plan: the loss does not require grad: nothing in the model is trainable")
+            sharding.begin_backward()
+            loss.backward()
+            del loss
+            sharding.end_backward()
+            tracker.kind = "optimizer state"
+            for each in optimizers:
+                each.step()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -114,6 +117,13 @@ def _resident(model: nn.Module) -> list[tuple[Tensor, str]]:
 def _name_gradient(tracker: StorageTracker, parameter: Tensor) -> None:
     if parameter.grad is not None:  # None after a step that was fused into backward
         tracker.track(parameter.grad, "gradients")
+
+
+def _give_gradients(tracker: StorageTracker, optimizer: torch.optim.Optimizer) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.empty_like(parameter)
+            tracker.track(parameter.grad, "gradients")
 
 
 def _set_checkpointing(model: nn.Module, wanted: bool | None) -> None:

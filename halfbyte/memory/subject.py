@@ -16,14 +16,13 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte.formats import Format
-from halfbyte.nn.convert import convert_layers_
 from halfbyte.nn.init import entered
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
 from halfbyte.nn.packed import PackedRows
 from halfbyte.nn.settings import InitSettings
 from halfbyte.nn.skip import SkipRules
 
-__all__ = ["Subject", "like_transformers", "make_subject"]
+__all__ = ["Subject", "like_transformers", "make_subject", "on_meta"]
 
 
 @dataclass
@@ -147,6 +146,11 @@ def _device(model: nn.Module, device: str | torch.device | None) -> torch.device
 # ---- building without data ------------------------------------------------------------------------------------------
 
 
+def on_meta(folder: Path) -> nn.Module:
+    """The dense model that a folder's config.json describes, on meta."""
+    return _from_folder(folder, None, True, None)
+
+
 def _from_folder(folder: Path, format: Format | None, dense: bool, dtype: torch.dtype | None) -> nn.Module:
     """The model that config.json describes, on meta; a quantization it names is applied unless another is asked for."""
     try:
@@ -264,6 +268,8 @@ def _set_format(model: nn.Module, format: Format | None, dense: bool) -> None:
             empty = torch.empty(size, dtype=torch.uint8, device=module.weight.device)
             module._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
     elif format is not None:
+        from halfbyte.nn.convert import convert_layers_  # it imports this package for its Report
+
         convert_layers_(model, format, SkipRules(None).of_model(model), None, caller="plan")
 
 

@@ -1,0 +1,275 @@
+"""The command line: `halfbyte info | report | plan | bench | quantize`, also as `python -m halfbyte`.
+
+Results go to stdout (a table, or JSON with `--json`), errors as one line to stderr. Exit codes: 0 done, 1 it failed, 2 the
+arguments are wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import platform
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+import halfbyte
+from halfbyte import _library
+from halfbyte.formats import FORMATS, Format
+from halfbyte.memory.plan import MemoryPlan, parse_bytes
+from halfbyte.memory.plan import _aligned as aligned
+from halfbyte.memory.sharded import STRATEGIES
+from halfbyte.memory.simulate import OPTIMIZERS
+from halfbyte.memory.subject import on_meta
+
+__all__ = ["main"]
+
+T = TypeVar("T")
+ISA_NAMES = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
+OPS = ("quantize", "dequantize", "linear", "linear_backward_input", "embedding", "adamw8bit_step_", "lion8bit_step_")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Args:
+        arguments: instead of those of the process.
+
+    Returns:
+        The exit code: 0, or 1 with one line on stderr. Wrong arguments exit with 2 (`SystemExit`).
+    """
+    parser = _parser()
+    args = parser.parse_args(arguments)
+    try:
+        data, text = args.run(args)
+    except KeyboardInterrupt:
+        print("halfbyte: interrupted", file=sys.stderr)
+        return 130
+    except (ValueError, TypeError, OSError, ImportError, RuntimeError) as error:  # NotImplementedError is a RuntimeError
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        print(f"halfbyte {args.verb}: {lines[0].removeprefix(f'{args.verb}: ')}", file=sys.stderr)
+        return 1
+    if args.json:
+        print(json.dumps(data, indent=2))
+    else:
+        _show(text)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="halfbyte", description="Native low-bit training for PyTorch.")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+
+    def verb(name: str, run: Callable[[argparse.Namespace], tuple[Any, str]], help: str) -> argparse.ArgumentParser:
+        sub = verbs.add_parser(name, help=help, description=help)
+        sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
+        sub.set_defaults(run=run)
+        return sub
+
+    verb("info", _info, "What is built, and which kernels run on this machine.")
+
+    report = verb("report", _report, "What the safetensors files of a folder hold; reads their headers only.")
+    report.add_argument("dir", type=Path, metavar="DIR", help="a folder with .safetensors files, or one file")
+    report.add_argument("--all", action="store_true", help="a line per tensor instead of one per kind")
+
+    plan = verb("plan", _plan, "The peak memory of a training step, per rank and by kind, without allocating it.")
+    plan.add_argument("model", type=Path, metavar="MODEL_DIR", help="a folder with a transformers config.json")
+    each = f"{', '.join(FORMATS)} (with a block size: nf4:128) or dense"
+    plan.add_argument("--format", action="append", type=_format, help=f"{each}; several compare side by side; default: all")
+    plan.add_argument("--batch-size", type=int, default=1, help="rows of the batch of one rank (1)")
+    plan.add_argument("--seq-len", type=int, default=2048, help="tokens of a row (2048)")
+    plan.add_argument("--lora-rank", type=int, help="train LoRA adapters of this rank on all linear layers")
+    plan.add_argument("--optimizer", default="adamw8bit", choices=[*OPTIMIZERS, "none"], help="(adamw8bit)")
+    plan.add_argument("--strategy", default="single", choices=STRATEGIES, help="(single)")
+    plan.add_argument("--world-size", type=int, default=1, help="ranks (1)")
+    plan.add_argument("--no-checkpointing", action="store_true", help="keep the activations of every block")
+    plan.add_argument("--device", choices=("cpu", "cuda"), help="whose kernels to plan for (cuda if there is one)")
+    plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of dense weights (the config's)")
+    plan.add_argument("--memory", type=_memory, help="bytes of one device, such as 24GiB: says what fits")
+    plan.add_argument("--plot", type=Path, metavar="FILE.png", help="draw stacked bars (needs matplotlib)")
+
+    bench = verb("bench", _bench, "Times the ops on this machine, beside torch dense and bitsandbytes if installed.")
+    bench.add_argument("--size", type=int, default=2048, help="rows and columns of the weight (2048)")
+    bench.add_argument("--format", type=_format, default="nf4", help="(nf4)")
+    bench.add_argument("--seconds", type=float, default=1.0, help="per comparison (1)")
+
+    quantize = verb("quantize", _quantize, "Streams a dense checkpoint to a quantized folder.")
+    quantize.add_argument("src", type=Path, metavar="SRC", help="a transformers folder, or a .gguf file beside its config")
+    quantize.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
+    quantize.add_argument("--format", type=_format, default="nf4", help="(nf4)")
+    return parser
+
+
+def _format(text: str) -> str:
+    return text if text == "dense" else _argument(lambda: str(Format.parse(text)))
+
+
+def _memory(text: str) -> int:
+    return _argument(lambda: parse_bytes(text))
+
+
+def _argument(parse: Callable[[], T]) -> T:
+    try:
+        return parse()
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _show(text: str) -> None:
+    """Colours numbers on a terminal if rich is installed; plain text everywhere else."""
+    if sys.stdout.isatty():
+        try:
+            from rich.console import Console
+        except ImportError:
+            pass
+        else:
+            Console(soft_wrap=True).print(text, markup=False, emoji=False)
+            return
+    print(text)
+
+
+# ---- info -----------------------------------------------------------------------------------------------------------
+
+
+def _info(_: argparse.Namespace) -> tuple[Any, str]:
+    built = _library.build_info()
+    loaded = _library.load_error is None
+    data: dict[str, Any] = {
+        "halfbyte": built.get("version"),
+        "commit": built.get("commit"),
+        "torch": torch.__version__,
+        "built_with_torch": built.get("torch"),
+        "python": platform.python_version(),
+        "compiler": built.get("compiler"),
+        "library": str(_library.LIBRARY_DIR) if loaded else _library.load_error,
+        "isas_built": built.get("isas"),
+        "isa_in_use": ISA_NAMES[torch.ops.halfbyte.cpu_isa()] if loaded else None,
+        "threads": torch.get_num_threads(),
+        "cuda_built": built.get("cuda") or built.get("cuda_skipped") or "no",
+        "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "kernels": {op: _kernels(op) for op in OPS} if loaded else {},
+    }
+    lines = [(name, _plain(value)) for name, value in data.items() if name != "kernels"]
+    width = max(len(name) for name, _ in lines)
+    text = "\n".join(f"{name.ljust(width)}  {value}" for name, value in lines)
+    text += "".join(f"\n{f'kernels of {op}'.ljust(width)}  {', '.join(keys)}" for op, keys in data["kernels"].items())
+    return data, text
+
+
+def _kernels(op: str) -> list[str]:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return [key for key in ("CPU", "CUDA") if has(f"halfbyte::{op}", key)]
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_plain(v)}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(map(str, value)) or "none"
+    return "unknown" if value is None else str(value)
+
+
+# ---- the others -----------------------------------------------------------------------------------------------------
+
+
+def _report(args: argparse.Namespace) -> tuple[Any, str]:
+    from halfbyte.memory.headers import report_headers
+
+    found = report_headers(args.dir)
+    return {"bytes": found.bytes, "tensors": [asdict(row) for row in found.rows]}, found.table(every=args.all)
+
+
+def _plan(args: argparse.Namespace) -> tuple[Any, str]:
+    formats = args.format or ["dense", *FORMATS]
+    plans: dict[str, MemoryPlan] = {}
+    for index, each in enumerate(formats):
+        _progress(f"planning {each}", index, len(formats))
+        plans[each] = halfbyte.plan(
+            args.model,
+            batch_size=args.batch_size,
+            seq_len=args.seq_len,
+            optimizer=None if args.optimizer == "none" else args.optimizer,
+            strategy=args.strategy,
+            world_size=args.world_size,
+            checkpointing=not args.no_checkpointing,
+            format=each,
+            lora_rank=args.lora_rank,
+            dtype=getattr(torch, args.dtype) if args.dtype else None,
+            device=args.device,
+        )
+    _progress("", 0, 0)
+    compared = halfbyte.memory.PlanComparison(plans)
+    first = next(iter(plans.values()))
+    text = str(first) if len(plans) == 1 else f"{first.title}\n{compared}"
+    data: dict[str, Any] = {
+        each: {"peak_bytes": plan.peak_bytes, "rows": {row.what: row.bytes for row in plan.rows}}
+        for each, plan in plans.items()
+    }
+    if args.memory is not None:
+        for each, plan in plans.items():
+            fit = {vary: plan.fits(args.memory, vary=vary) for vary in ("batch_size", "seq_len")}
+            data[each]["fits"] = fit
+            text += (
+                f"\n{each} in {args.memory / 2**30:.4g} GiB: batch size up to {fit['batch_size']} at {args.seq_len} tokens, "
+                f"or up to {fit['seq_len']} tokens at batch size {args.batch_size}"
+            )
+    if args.plot:
+        compared.plot(args.plot)
+        text += f"\n{args.plot}"
+    return data, text
+
+
+def _progress(what: str, done: int, of: int) -> None:
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{what} ({done + 1}/{of})" if what else "\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def _bench(args: argparse.Namespace) -> tuple[Any, str]:
+    from halfbyte.bench import run_benchmarks
+
+    rows = run_benchmarks(args.size, args.format, args.seconds)
+    peers = list(dict.fromkeys(name for row in rows for name in row.milliseconds))
+    table = [("milliseconds", *peers)]
+    table += [
+        (row.what, *(f"{row.milliseconds[peer]:.3f}" if peer in row.milliseconds else "" for peer in peers)) for row in rows
+    ]
+    isa = ISA_NAMES[torch.ops.halfbyte.cpu_isa()]
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {isa}"
+    foot = (f"{where}, {torch.get_num_threads()} threads, weight {args.size} x {args.size}", *("" for _ in peers))
+    data = {"where": foot[0], "rows": [asdict(row) for row in rows]}
+    return data, aligned(table, foot)
+
+
+def _quantize(args: argparse.Namespace) -> tuple[Any, str]:
+    if args.format == "dense":
+        raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got 'dense'")
+    stream: Any = importlib.import_module("halfbyte.checkpoint")
+    progress = sys.stderr.isatty()
+    if args.src.suffix == ".gguf":
+        tensors, model = _decoded_gguf(args.src)
+        config = json.loads(model.config.to_json_string())
+        done = stream.quantize_checkpoint(tensors, args.out, args.format, model=model, config=config, progress=progress)
+    else:
+        model = on_meta(args.src)
+        done = stream.quantize_checkpoint(args.src, args.out, args.format, model=model, progress=progress)
+    data = {"out": str(args.out), "bytes": done.bytes, "dense_bytes": done.dense_bytes, "quantized": len(done.quantized)}
+    return data, f"{done}\n{args.out}"
+
+
+def _decoded_gguf(file: Path) -> tuple[dict[str, torch.Tensor], Any]:
+    """Its tensors, decoded by transformers (the whole dense model is in memory), tied ones once; and the model."""
+    if not file.is_file():
+        raise FileNotFoundError(f"SRC: {file} does not exist")
+    try:
+        from transformers import AutoModelForCausalLM, GgufConfig
+    except ImportError as error:
+        raise ImportError("quantize: reading GGUF needs transformers and gguf; pip install transformers gguf") from error
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
+    )
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, model
