@@ -21,11 +21,12 @@ from halfbyte.calibration.moments import DAMPING, Moment, Solved
 from halfbyte.calibration.report import CalibratedLayer, CalibrationReport
 from halfbyte.calibration.rows import CANDIDATES, METHODS, calibrated_rows
 from halfbyte.calibration.source import ModelSource, open_source
+from halfbyte.calibration.weights import is_quantizable, pack_, weights_of
+from halfbyte.checkpoint.folder import config_of
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.memory.report import report
-from halfbyte.nn.linear import quantize_linear_
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed
 from halfbyte.nn.skip import SkipRules, mark_dense, tell_config
 from halfbyte.ops.quantize import quantize
 
@@ -47,6 +48,7 @@ def calibrate(
     seq_len: int = 512,
     batch_size: int = 4,
     skip: Iterable[str] | None = None,
+    device: torch.device | str | None = None,
 ) -> CalibrationReport:
     """Quantizes a causal language model with codes and scales chosen from what a text sends through its layers.
 
@@ -71,6 +73,7 @@ def calibrate(
         seq_len: tokens in a block of text.
         batch_size: blocks of text that run at once.
         skip: names that stay dense, see `quantize_model`.
+        device: where a folder's blocks are computed; None: the CPU. A model in memory is calibrated where it is.
 
     Returns:
         A `CalibrationReport`: what `halfbyte.report` says of the model (of a folder: nothing), and per layer the output
@@ -103,7 +106,7 @@ def calibrate(
         raise ValueError(f"calibrate: batch_size must be at least 1, got {batch_size}")
     if out is None and not isinstance(model_or_checkpoint, nn.Module):
         raise ValueError("calibrate: a checkpoint folder needs out=, the folder to write the result to")
-    source = open_source(model_or_checkpoint)
+    source = open_source(model_or_checkpoint, torch.device(device or "cpu"))
     if source.folder is not None and tokenizer is None and not isinstance(data, Tensor):
         from transformers import AutoTokenizer
 
@@ -131,7 +134,8 @@ def calibrate(
     rows = report(source.model).rows if not source.streamed else ()
     result = CalibrationReport(rows, tuple(run.layers), settings, time.perf_counter() - started)
     if folder is not None:
-        folder.finish(_config(source.model, fmt, patterns), result.to_json(), source.folder)
+        packed: list[Any] = [module for module in source.model.modules() if isinstance(module, Packed)]
+        folder.finish(config_of(source.model, packed), result.to_json(), source.folder)
     return result
 
 
@@ -140,23 +144,6 @@ def _tokenize(tokenizer: Any) -> Any:
         return None
     # A text longer than the model's context is what calibration wants: no warning about it.
     return lambda text: tokenizer(text, return_tensors="pt", verbose=False).input_ids
-
-
-def _config(model: nn.Module, format: Format, skip: list[str] | None) -> dict[str, Any]:
-    """config.json of the quantized folder."""
-    config: dict[str, Any] = model.config.to_diff_dict()  # type: ignore[union-attr, operator]
-    config["quantization_config"] = {
-        "quant_method": "halfbyte",
-        "format": str(format),
-        "skip": skip,
-        "compute_dtype": None,
-        "embedding_format": None,
-    }
-    config.setdefault("architectures", [type(model).__name__])
-    dtype = getattr(model.config, "dtype", None)
-    if dtype is not None:
-        config["dtype"] = str(dtype).removeprefix("torch.")
-    return config
 
 
 class _Run:
@@ -175,21 +162,23 @@ class _Run:
     ) -> None:
         self.source, self.format, self.method, self.folder, self.bar = source, format, method, folder, bar
         self.ids = ids.split(batch_size)
+        host: Any = source.model
+        self.device = host.get_input_embeddings().weight.device
         self.reasons = skip.of_model(source.model)
         self.layers: list[CalibratedLayer] = list(folder.layers) if folder else []
         if not any(self._layers_of(index) for index in range(len(source.blocks))):
             names = [name for name, m in source.model.named_modules() if m in self.reasons]
             raise QuantizationError(
-                f"calibrate: nothing in the {len(source.blocks)} blocks can be quantized: they have no nn.Linear, or all of "
-                f"them stay dense",
+                f"calibrate: nothing in the {len(source.blocks)} blocks can be quantized: they have no linear layers, "
+                f"or all of them stay dense",
                 names,
             )
 
-    def _layers_of(self, index: int) -> dict[str, nn.Linear]:
-        """The layers of a block that are to be quantized, by full name."""
+    def _layers_of(self, index: int) -> dict[str, nn.Module]:
+        """The modules of a block that are to be quantized, by full name."""
         prefix = f"{self.source.prefix}.{index}."
         layers = {prefix + name: module for name, module in self.source.blocks[index].named_modules()}
-        return {name: m for name, m in layers.items() if isinstance(m, nn.Linear) and m not in self.reasons}
+        return {name: module for name, module in layers.items() if is_quantizable(module) and module not in self.reasons}
 
     def blocks(self) -> None:
         """Quantizes all blocks, in order."""
@@ -219,7 +208,7 @@ class _Run:
                 target.copy_(call(block, batch))
             hidden = leaving
             if self.folder is not None:
-                self.folder.write_shard(index, source.block_tensors(index))
+                self.folder.write_shard(index, *source.tensors(index))
                 self.folder.finish_block(index, self.layers)
             source.release(index)
             self._show(bar)
@@ -227,13 +216,16 @@ class _Run:
             bar.close()
 
     def _entering(self) -> tuple[Tensor, list[list[Call]]]:
-        """Hidden states that enter the first block, and for each batch how the model calls its blocks."""
-        found = [record_calls(self.source.model, list(self.source.blocks), batch) for batch in self.ids]
+        """Hidden states that enter the first block, and for each batch how the model calls its blocks.
+
+        Arguments are kept per batch: some models make them from the tokens.
+        """
+        found = [record_calls(self.source.model, list(self.source.blocks), batch.to(self.device)) for batch in self.ids]
         return torch.cat([entering for entering, _ in found]), [calls for _, calls in found]
 
     def _batches(self, calls: list[list[Call]], index: int, hidden: Tensor) -> Iterator[tuple[Call, Tensor]]:
         for of_batch, batch in zip(calls, hidden.split(len(self.ids[0])), strict=True):
-            yield of_batch[index], batch
+            yield of_batch[index], batch.to(self.device)
 
     def _storage(self, index: int, like: Tensor) -> Tensor:
         if self.folder is None:
@@ -247,57 +239,67 @@ class _Run:
         assert self.folder is not None
         saved = self.folder.read_shard(index)
         for name, layer in self._layers_of(index).items():
-            _pack(layer, saved[f"{name}.weight"], self.format)
+            rows = []
+            for weight in weights_of(name, layer):
+                packed = saved[f"{name}.{weight.parameter}"]
+                rows.append(packed if weight.expert is None else packed[weight.expert])
+            pack_(layer, rows, self.format)
 
-    def _quantize(self, layers: dict[str, nn.Linear], moments: dict[str, Moment], shared: dict[str, str]) -> None:
+    def _quantize(self, layers: dict[str, nn.Module], moments: dict[str, Moment], shared: dict[str, str]) -> None:
         solved: dict[str, Solved | None] = {}
-        pending = [shared.get(name) for name in layers]
+        weights = {name: weights_of(name, layer) for name, layer in layers.items()}
+        pending = [shared.get(weight.name) for parts in weights.values() for weight in parts]
         for name, layer in layers.items():
-            owner = pending.pop(0)
-            moment = moments[owner] if owner is not None else None
-            seen = moment.tokens if moment else 0
-            note = None
-            if seen < MIN_TOKENS:
-                note = f"only {seen} calibration tokens reached it (at least {MIN_TOKENS} are needed)"
-            elif owner not in solved:
-                assert moment is not None and owner is not None
-                solved[owner] = moment.solve(self.format.block_size or layer.in_features)
-            found = solved.get(owner) if owner is not None else None
-            if note is None and found is None:
-                note = "its inputs are all 0 or too large for float32"
-            dropped = moment.dropped if moment else 0
-            if found is None:
-                packed = quantize(layer.weight.detach(), self.format)
-                self.layers.append(CalibratedLayer(name, seen, None, None, dropped_tokens=dropped, note=note))
-            else:
-                rows = calibrated_rows(layer.weight, found, self.format, self.method)
-                packed = rows.packed
-                measured = (rows.plain_error, rows.error, found.dead, dropped, found.damping)
-                self.layers.append(CalibratedLayer(name, seen, *measured, rows.note))
-            _pack(layer, packed, self.format)
-            if (
-                owner is not None and owner not in pending
-            ):  # K x K floats each: not kept past the last layer that shares them
-                solved.pop(owner, None)
-                moments.pop(owner)
+            rows = []
+            for weight in weights[name]:
+                owner = pending.pop(0)
+                moment = moments[owner] if owner is not None else None
+                dense = weight.dense()
+                rows.append(self._rows(weight.name, dense, owner, moment, solved))
+                if owner is not None and owner not in pending:  # K x K floats: not kept past the last that shares them
+                    solved.pop(owner, None)
+                    moments.pop(owner)
+            pack_(layer, rows, self.format)
+
+    def _rows(
+        self, name: str, dense: Tensor, owner: str | None, moment: Moment | None, solved: dict[str, Solved | None]
+    ) -> Tensor:
+        """Packed rows of one weight (N, K), and its entry in the report."""
+        seen, dropped = (moment.tokens, moment.dropped) if moment else (0, 0)
+        note = None
+        if moment is None or owner is None or seen < MIN_TOKENS:
+            note = f"only {seen} calibration tokens reached it (at least {MIN_TOKENS} are needed)"
+        elif owner not in solved:
+            solved[owner] = moment.solve(self.format.block_size or dense.shape[1])
+        found = solved.get(owner) if owner is not None and note is None else None
+        if found is None:
+            note = note or "its inputs are all 0 or too large for float32"
+            self.layers.append(CalibratedLayer(name, seen, None, None, dropped_tokens=dropped, note=note))
+            return quantize(dense, self.format)
+        rows = calibrated_rows(dense, found, self.format, self.method)
+        measured = (rows.plain_error, rows.error, found.dead, dropped, found.damping)
+        self.layers.append(CalibratedLayer(name, seen, *measured, rows.note))
+        return rows.packed
 
     def rest(self) -> None:
         """Everything outside the blocks: linear layers get plain rows."""
         source = self.source
         inside = {module for block in source.blocks for module in block.modules()}
         for name, module in source.model.named_modules():
-            if not isinstance(module, nn.Linear) or isinstance(module, PackedRows):
+            if not is_quantizable(module) or isinstance(module, Packed):
                 continue
             if module in self.reasons:
                 mark_dense(module, self.reasons[module])
             elif module not in inside:
-                _pack(module, quantize(module.weight.detach(), self.format), self.format)
-                self.layers.append(CalibratedLayer(name, 0, None, None, note="outside the decoder blocks"))
+                weights = weights_of(name, module)
+                pack_(module, [quantize(weight.dense(), self.format) for weight in weights], self.format)
+                note = "outside the decoder blocks"
+                self.layers += [CalibratedLayer(weight.name, 0, None, None, note=note) for weight in weights]
         if not source.streamed:
             for module in source.model.modules():
                 tell_config(module)
         if self.folder is not None:
-            self.folder.write_shard(len(source.blocks), source.rest())
+            self.folder.write_shard(len(source.blocks), *source.tensors(None))
 
     def _progress_bar(self, first: int) -> Any:
         if not self.bar:
@@ -315,9 +317,3 @@ class _Run:
         if last.error is not None and last.plain_error is not None:
             bar.set_postfix_str(f"{last.name.rpartition('.')[2]} {last.plain_error:.4f} -> {last.error:.4f}")
         bar.update()
-
-
-def _pack(layer: nn.Linear, packed: Tensor, format: Format) -> None:
-    """Turns a dense layer into a QuantLinear with the given rows."""
-    layer._parameters["weight"] = nn.Parameter(torch.empty_like(layer.weight, device="meta"), requires_grad=False)
-    quantize_linear_(layer, format, None).weight = nn.Parameter(packed, requires_grad=False)

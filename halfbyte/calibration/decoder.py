@@ -7,13 +7,14 @@ gives masks, positions and whatever else differs from block to block, without a 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
 
 from halfbyte.calibration.moments import Moment
+from halfbyte.calibration.weights import is_quantizable, replaced_forward, watched
 from halfbyte.errors import QuantizationError
 
 
@@ -30,7 +31,7 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
         if isinstance(module, nn.ModuleList)
         and len(module)
         and (not named or all(type(block).__name__ in named for block in module))
-        and any(isinstance(layer, nn.Linear) for layer in module.modules())
+        and any(is_quantizable(layer) for layer in module.modules())
     ]
     if not lists:
         raise QuantizationError(
@@ -39,7 +40,7 @@ def decoder_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
             names=(),
         )
     # Of equals the outermost: named_modules yields parents first.
-    return max(lists, key=lambda item: sum(isinstance(m, nn.Linear) for m in item[1].modules()))
+    return max(lists, key=lambda item: sum(is_quantizable(m) for m in item[1].modules()))
 
 
 class _Enough(Exception):  # noqa: N818 - not an error
@@ -101,7 +102,7 @@ def record_calls(model: nn.Module, blocks: Sequence[nn.Module], ids: Tensor) -> 
     shapes: list[Any] = []
     with ExitStack() as stack:
         for index, block in enumerate(blocks):
-            stack.enter_context(_replaced_forward(block, recorder(index, block)))
+            stack.enter_context(replaced_forward(block, recorder(index, block)))
         try:
             model(input_ids=ids, use_cache=False)
         except _Enough:
@@ -109,22 +110,13 @@ def record_calls(model: nn.Module, blocks: Sequence[nn.Module], ids: Tensor) -> 
     raise NotImplementedError(f"calibrate: {type(model).__name__} did not call all of its {len(blocks)} blocks")
 
 
-@contextmanager
-def _replaced_forward(block: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    block.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del block.__dict__["forward"]
-
-
 def collect_moments(
-    block: nn.Module, layers: dict[str, nn.Linear], batches: Iterator[tuple[Call, Tensor]]
+    block: nn.Module, layers: dict[str, nn.Module], batches: Iterator[tuple[Call, Tensor]]
 ) -> tuple[dict[str, Moment], dict[str, str]]:
-    """Second moments of what reaches the layers of a block: by layer, and for each layer the one it shares them with.
+    """Second moments of what reaches the weights of a block, and for each weight the name of the one it shares them with.
 
-    A layer nothing reached is in neither. Layers given the same tensor share; should two that did so part later, the sharer
-    is taken to have seen what the other saw up to then.
+    A weight nothing reached is in neither. Weights that multiply the same tensor share; should two that did so part later,
+    the sharer is taken to have seen what the other saw.
     """
     moments: dict[str, Moment] = {}
     shared: dict[str, str] = {}
@@ -132,25 +124,22 @@ def collect_moments(
     order: list[str] = []
     last: str | None = None
 
-    def hook(name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        def note(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            input = args[0]
-            order.append(name)
-            owner = next((other for tensor, other in seen if tensor is input), None)
-            if owner is None or shared.get(name, owner) != owner:
-                owner = name
-                if name not in moments:
-                    moments[name] = Moment(input.shape[-1], input.device)
-                moments[name].add(input)
-                seen.append((input, name))
-            shared.setdefault(name, owner)
-            if name == last:
-                raise _Enough
+    def note(name: str, input: Tensor) -> None:
+        order.append(name)
+        owner = next((other for tensor, other in seen if tensor is input), None)
+        if owner is None or shared.get(name, owner) != owner:
+            owner = name
+            if name not in moments:
+                moments[name] = Moment(input.shape[-1], input.device)
+            moments[name].add(input)
+            seen.append((input, name))
+        shared.setdefault(name, owner)
+        if name == last:
+            raise _Enough
 
-        return note
-
-    handles = [layer.register_forward_pre_hook(hook(name)) for name, layer in layers.items()]
-    try:
+    with ExitStack() as stack:
+        for name, layer in layers.items():
+            stack.enter_context(watched(name, layer, note))
         for call, hidden in batches:
             seen.clear()
             order.clear()
@@ -160,8 +149,5 @@ def collect_moments(
                 continue
             if last is None and sorted(order) == sorted(layers):  # each once: what follows the last is not needed again
                 last = order[-1]
-    finally:
-        for handle in handles:
-            handle.remove()
         seen.clear()
     return moments, shared

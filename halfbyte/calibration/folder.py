@@ -6,17 +6,19 @@ The index is written last, so an interrupted folder is not a checkpoint; `.calib
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from halfbyte.calibration.report import CalibratedLayer
-from halfbyte.calibration.source import INDEX
+from halfbyte.checkpoint.files import INDEX, Checkpoint
+from halfbyte.checkpoint.folder import replace_file, write_shard
+from halfbyte.checkpoint.sources import Entry, TensorSource
+from halfbyte.formats import Format
 
 _COPIED = ("tokenizer*", "special_tokens_map.json", "generation_config.json", "chat_template*", "vocab*", "*.txt", "*.model")
 
@@ -63,13 +65,16 @@ class Folder:
         """File of a block; the last is everything else."""
         return self.path / f"model-{index + 1:05d}-of-{self.blocks + 1:05d}.safetensors"
 
-    def write_shard(self, index: int, tensors: dict[str, Tensor]) -> None:
-        """Writes a shard so that it has its name only once it is on disk."""
-        unfinished = self.state / "shard.safetensors"
-        save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, unfinished, metadata={"format": "pt"})
-        with open(unfinished, "rb") as file:
-            os.fsync(file.fileno())
-        os.replace(unfinished, self.shard(index))
+    def write_shard(self, index: int, tensors: dict[str, Tensor], formats: dict[str, tuple[Format, int]]) -> None:
+        """Writes a shard so that it has its name only once it is on disk; `formats` gives format and K of packed rows."""
+        entries = []
+        for name, value in tensors.items():
+            if name in formats:
+                format, K = formats[name]
+                entries.append(Entry.packed(name, (*value.shape[:-1], K), format))
+            else:
+                entries.append(Entry(name, tuple(value.shape), value.dtype))
+        write_shard(self.shard(index), entries, TensorSource(tensors, formats), self.key, lambda nbytes: None)
 
     def read_shard(self, index: int) -> dict[str, Tensor]:
         """What `write_shard` wrote."""
@@ -79,29 +84,21 @@ class Folder:
         """Notes that the shard and the hidden states behind block `index` are complete."""
         self.layers = layers
         state = {"key": self.key, "next": index + 1, "layers": [vars(layer) for layer in layers]}
-        _write(self.state / "progress.json", json.dumps(state))
+        replace_file(self.state / "progress.json", json.dumps(state))
 
-    def finish(self, config: dict[str, Any], report: str, copy_from: Path | None) -> None:
+    def finish(self, config: dict[str, Any] | None, report: str, copy_from: Path | None) -> None:
         """Writes config.json, calibration.json and the index; the folder then is a checkpoint."""
         weight_map, size = {}, 0
         for index in range(self.blocks + 1):
-            for name, value in self.read_shard(index).items():
-                weight_map[name] = self.shard(index).name
-                size += value.numel() * value.element_size()
+            with Checkpoint(self.shard(index)) as shard:
+                weight_map.update(dict.fromkeys(shard.tensors, self.shard(index).name))
+                size += sum(stored.nbytes for stored in shard)
         for pattern in _COPIED:
             for file in sorted(copy_from.glob(pattern)) if copy_from else ():
                 shutil.copyfile(file, self.path / file.name)
-        _write(self.path / "config.json", json.dumps(config, indent=2, sort_keys=True))
-        _write(self.path / "calibration.json", report)
-        index_text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2)
-        _write(self.path / INDEX, index_text)
+        if config is not None:
+            replace_file(self.path / "config.json", json.dumps(config, indent=2) + "\n")
+        replace_file(self.path / "calibration.json", report)
+        index_text = json.dumps({"metadata": {"total_size": size}, "weight_map": weight_map}, indent=2) + "\n"
+        replace_file(self.path / INDEX, index_text)
         shutil.rmtree(self.state)
-
-
-def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f".{path.name}.tmp")
-    with open(unfinished, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)

@@ -15,9 +15,10 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from halfbyte.calibration.decoder import decoder_blocks
-from halfbyte.nn.packed import PackedRows
-
-INDEX = "model.safetensors.index.json"
+from halfbyte.calibration.weights import packed_formats
+from halfbyte.checkpoint.files import INDEX
+from halfbyte.formats import Format
+from halfbyte.nn.packed import Packed
 
 
 class ModelSource:
@@ -35,19 +36,17 @@ class ModelSource:
     def release(self, index: int) -> None:
         """Gives them up."""
 
-    def block_tensors(self, index: int) -> dict[str, Tensor]:
-        """State dict of one block, with the model's keys."""
-        prefix = f"{self.prefix}.{index}."
-        return {prefix + name: value.detach() for name, value in self.blocks[index].state_dict().items()}
-
-    def rest(self) -> dict[str, Tensor]:
-        """State dict of everything outside the blocks, tied tensors once."""
-        tied = tied_keys(self.model)
-        return {
-            name: value.detach()
-            for name, value in self.model.state_dict().items()
-            if not name.startswith(f"{self.prefix}.") and name not in tied
-        }
+    def tensors(self, index: int | None) -> tuple[dict[str, Tensor], dict[str, tuple[Format, int]]]:
+        """State dict of one block, or (None) of everything outside them with tied tensors once; format and K of rows."""
+        if index is not None:
+            prefix = f"{self.prefix}.{index}."
+            block = self.blocks[index]
+            formats = {prefix + name: format for name, format in packed_formats(block).items()}
+            return {prefix + name: value.detach() for name, value in block.state_dict().items()}, formats
+        tied, inside = tied_keys(self.model), f"{self.prefix}."
+        state = self.model.state_dict()
+        rest = {name: value.detach() for name, value in state.items() if not name.startswith(inside) and name not in tied}
+        return rest, {name: format for name, format in packed_formats(self.model).items() if name in rest}
 
     def identity(self) -> Any:
         """What tells this source from others when a run is resumed: cheap, and blind to most changes of values."""
@@ -59,9 +58,12 @@ class FolderSource(ModelSource):
 
     streamed = True
 
-    def __init__(self, folder: Path, model: nn.Module, files: dict[str, Path]) -> None:
+    def __init__(self, folder: Path, model: nn.Module, files: dict[str, Path], device: torch.device) -> None:
         super().__init__(model, folder)
-        self.files = files
+        self.files, self.device = files, device
+        for module in model.modules():
+            for name, buffer in module._buffers.items():
+                module._buffers[name] = None if buffer is None else buffer.to(device)
         self._assign(name for name in _parameters(model) if not name.startswith(f"{self.prefix}."))
         tie = getattr(model, "tie_weights", None)
         if callable(tie):
@@ -97,7 +99,7 @@ class FolderSource(ModelSource):
                 owner, _, leaf = name.rpartition(".")
                 module = self.model.get_submodule(owner)
                 old = module._parameters.get(leaf)
-                value = opened[path].get_tensor(name)
+                value = opened[path].get_tensor(name).to(self.device)
                 if old is None:
                     module._buffers[leaf] = value
                 else:
@@ -105,8 +107,8 @@ class FolderSource(ModelSource):
                     module._parameters[leaf] = nn.Parameter(value, requires_grad=False)
 
 
-def open_source(model_or_checkpoint: Any) -> ModelSource:
-    """The source of a model, or of a folder of a Hugging Face causal language model.
+def open_source(model_or_checkpoint: Any, device: torch.device) -> ModelSource:
+    """The source of a model where it is, or of a folder of a Hugging Face causal language model, computed on `device`.
 
     Raises:
         TypeError: it is neither.
@@ -115,7 +117,7 @@ def open_source(model_or_checkpoint: Any) -> ModelSource:
         ImportError: a folder needs transformers.
     """
     if isinstance(model_or_checkpoint, nn.Module):
-        if any(isinstance(module, PackedRows) for module in model_or_checkpoint.modules()):
+        if any(isinstance(module, Packed) for module in model_or_checkpoint.modules()):
             raise ValueError("calibrate: the model is quantized already; calibrate the dense one")
         return ModelSource(model_or_checkpoint)
     if not isinstance(model_or_checkpoint, (str, os.PathLike)):
@@ -140,14 +142,14 @@ def open_source(model_or_checkpoint: Any) -> ModelSource:
     model.eval()
     missing = [name for name in _parameters(model) if name not in files and name not in tied_keys(model)]
     if files and not missing:
-        return FolderSource(folder, model, files)
+        return FolderSource(folder, model, files, device)
     warnings.warn(
         f"calibrate: {folder} can't be read block by block "
         + (f"(it does not hold {missing[0]} under that name)" if files else "(it has no safetensors files)")
         + "; the whole dense model is loaded",
         stacklevel=3,
     )
-    return ModelSource(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), folder)
+    return ModelSource(AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device), folder)
 
 
 def tied_keys(model: nn.Module) -> set[str]:

@@ -81,3 +81,25 @@ def tiny_llama() -> Any:
 @pytest.fixture
 def ids() -> Tensor:
     return torch.randint(0, 300, (12, 64), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture
+def tiny_model() -> Any:
+    """A function that makes the dense model of an architecture by its name, the same each time."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    moe = {"num_local_experts": 4, "num_key_value_heads": 2, "intermediate_size": 96}
+    configs = {
+        "gpt2": lambda: transformers.GPT2Config(vocab_size=300, n_embd=64, n_layer=2, n_head=4),  # Conv1D
+        "gpt_neox": lambda: transformers.GPTNeoXConfig(intermediate_size=160, **sizes),
+        "opt": lambda: transformers.OPTConfig(ffn_dim=160, word_embed_proj_dim=32, **sizes),  # layers outside the blocks
+        "gemma2": lambda: transformers.Gemma2Config(head_dim=16, intermediate_size=96, num_key_value_heads=2, **sizes),
+        "mixtral": lambda: transformers.MixtralConfig(**moe, **sizes),
+        "gpt_oss": lambda: transformers.GptOssConfig(head_dim=16, **moe, **sizes),  # experts stored transposed
+    }
+
+    def make(name: str) -> Any:
+        torch.manual_seed(0)
+        return transformers.AutoModelForCausalLM.from_config(configs[name]()).eval()
+
+    return make

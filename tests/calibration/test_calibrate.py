@@ -58,6 +58,29 @@ def test_folder_and_memory_give_the_same_rows_and_transformers_loads_them(
     assert len(saved["layers"]) == 21 and saved["settings"]["format"] == "nf4:32"
     assert not (tmp_path / "out" / ".calibration").exists()
     assert "output error: 0." in str(report)
+    other = tiny_llama()
+    halfbyte.load_quantized(other, tmp_path / "out", progress=False)  # verifies the checksums in the headers
+    assert same(packed(other), packed(model))
+
+
+@pytest.mark.filterwarnings("ignore:calibrate. .* can't be read block by block")  # the checkpoint has experts apart
+@pytest.mark.parametrize(
+    ("name", "weights"), [("gpt2", 8), ("gpt_neox", 8), ("opt", 14), ("gemma2", 14), ("mixtral", 24), ("gpt_oss", 24)]
+)
+def test_other_architectures(tiny_model: Any, ids: Tensor, tmp_path: Path, name: str, weights: int) -> None:
+    pytest.importorskip("peft_bridge")
+    from transformers import AutoModelForCausalLM
+
+    model = tiny_model(name)
+    model.save_pretrained(tmp_path / "dense")
+    report = halfbyte.calibrate(tmp_path / "dense", ids, out=tmp_path / "out", **SIZES)
+    assert report.layers == halfbyte.calibrate(model, ids, **SIZES).layers
+    assert len(report.layers) == weights
+    assert {layer.note for layer in report.fallbacks} <= {"outside the decoder blocks"}
+    assert all(layer.error < layer.plain_error for layer in report.layers if not layer.note)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
+    halfbyte.verify(loaded)
+    assert torch.equal(loaded(ids[:1]).logits, model(ids[:1]).logits)
 
 
 @pytest.mark.parametrize("name", FORMATS)
