@@ -1,6 +1,7 @@
 """Native low-bit training for PyTorch: a quantized weight is one matrix of bytes."""
 
 from halfbyte import checkpoint, distributed, memory, nn, ops, optim
+from halfbyte.calibration import CalibratedLayer, CalibrationReport, calibrate
 from halfbyte.checkpoint import load_quantized, save_quantized
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
@@ -13,10 +14,13 @@ from halfbyte.ops.linear import clear_workspace
 from halfbyte.ops.quantize import quantize
 
 __all__ = [
+    "CalibratedLayer",
+    "CalibrationReport",
     "Format",
     "MemoryPlan",
     "QuantizationError",
     "Report",
+    "calibrate",
     "checkpoint",
     "clear_workspace",
     "dequantize",

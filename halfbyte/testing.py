@@ -322,7 +322,8 @@ def _feedback_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Excep
     yield (w, u.double(), d, None, c, 0, 64), ValueError, "factor must be float32"
     yield (w, u[:63], d, None, c, 0, 64), ValueError, r"factor must have shape \(in_features, in_features\)"
     yield (w, u, d[:63], None, c, 0, 64), ValueError, r"importance must have shape \(in_features,\)"
-    yield (w, u, d, torch.ones(3, 2, device=device), c, 0, 64), ValueError, r"scales must have shape \(out_features, num_blocks\)"
+    scales = torch.ones(3, 2, device=device)
+    yield (w, u, d, scales, c, 0, 64), ValueError, r"scales must have shape \(out_features, num_blocks\)"
     yield (w, u, d, None, c[:0], 0, 64), ValueError, "candidates must not be empty"
     yield (w, u, d, None, u, 0, 64), ValueError, "candidates must have 1 dimension"
 

@@ -6,6 +6,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include "../error_feedback.h"
 #include "../formats.h"
 #include "../optimizer.h"
 
@@ -34,6 +35,9 @@ int64_t linear_small_splits(const RowLayout& layout, int64_t N);
 cudaError_t launch_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
                                 DType dtype, const void* addend, int64_t addend_stride, void* output, float* partial,
                                 int64_t splits, cudaStream_t stream);
+
+// Rows of args (error_feedback.h), device pointers.
+cudaError_t launch_error_feedback(const FeedbackArgs& args, int64_t rows, const RowLayout& layout, cudaStream_t stream);
 
 // One step of every parameter of the table (optimizer_table.h). Device memory is read for the inputs and the step counts.
 cudaError_t launch_optimizer(OptimizerRule rule, const OptimizerTable& table, const OptimizerHyper& hyper,

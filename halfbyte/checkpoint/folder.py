@@ -23,7 +23,7 @@ from halfbyte.nn.embedding import QuantEmbedding
 from halfbyte.nn.packed import PackedRows
 from halfbyte.optim.sharding import is_dtensor
 
-__all__ = ["plan_shards", "save_quantized", "write_folder"]
+__all__ = ["plan_shards", "save_quantized", "write_folder", "write_shard"]
 
 MAX_SHARD_BYTES = 5 << 30
 _CHUNK = 8 << 20
@@ -85,7 +85,7 @@ def write_folder(
             name = _unused(directory, name)
         file = directory / name
         if not (resume and _finished(file, shard, key)):
-            _write_shard(file, shard, source, key, tick)
+            write_shard(file, shard, source, key, tick)
             if check and not _finished(file, shard, key):
                 file.unlink(missing_ok=True)
                 raise QuantizationError(f"{file}: reading it back gave something else than was written")
@@ -179,9 +179,10 @@ def _finished(file: Path, shard: Sequence[Entry], key: str | None) -> bool:
     return True
 
 
-def _write_shard(
+def write_shard(
     file: Path, shard: Sequence[Entry], source: Source, key: str | None, tick: Callable[[int], None]
 ) -> None:
+    """Writes one file so that it has its name only when it is whole and on disk; its header says formats and checksums."""
     temporary = _temporary(file)
     begin = 8 + len(_header(shard, key, {}))
     checksums: dict[str, str] = {}

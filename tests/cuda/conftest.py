@@ -88,6 +88,21 @@ class Emulated:
         self.call("emulated_dequantize", packed, packed.shape[0], fmt.id, fmt.block_size, k, DTYPES[dtype], out)
         return out
 
+    def error_feedback(
+        self,
+        weight: Tensor,
+        factor: Tensor | None,
+        importance: Tensor,
+        candidates: Tensor,
+        fmt: Format,
+        scales: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        rows, k = weight.shape
+        targets, chosen = torch.full((rows, k), 7.0), torch.full((rows, fmt.num_blocks(k)), 7.0)
+        sizes = (candidates.numel(), rows, fmt.id, fmt.block_size, k)
+        self.call("emulated_error_feedback", weight, factor, importance, scales, candidates, *sizes, targets, chosen)
+        return targets, chosen
+
     def embedding(self, indices: Tensor, packed: Tensor, fmt: Format, k: int, dtype: torch.dtype) -> Tensor:
         out = torch.full((indices.numel(), k), 7.0, dtype=dtype)
         wide = int(indices.dtype == torch.int64)

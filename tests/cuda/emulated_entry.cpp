@@ -33,6 +33,13 @@ int emulated_quantize(const void* input, int dtype, const float* scales, int64_t
   return cuda::launch_quantize(input, DType(dtype), scales, rows, row_layout(format, block_size, in_features), packed, nullptr);
 }
 
+int emulated_error_feedback(const float* weight, const float* factor, const float* importance, const float* scales,
+                            const float* candidates, int64_t num_candidates, int64_t rows, int format, int64_t block_size,
+                            int64_t in_features, float* targets, float* chosen) {
+  const FeedbackArgs args{weight, factor, importance, scales, candidates, num_candidates, targets, chosen};
+  return cuda::launch_error_feedback(args, rows, row_layout(format, block_size, in_features), nullptr);
+}
+
 int emulated_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, int format, int64_t block_size,
                           int64_t in_features, int dtype, const void* addend, int64_t addend_stride, void* output, float* partial,
                           int64_t splits) {
