@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "../formats.h"
+#include "int8_linear_kernels.h"
 #include "linear_kernels.h"
 #include "optimizer.h"
 
@@ -24,6 +25,7 @@ struct Kernels {
                           bool stream);
 
   LinearKernels linear;
+  Int8LinearKernels int8_linear;
   OptimizerKernels optimizer;
 };
 

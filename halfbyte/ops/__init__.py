@@ -7,6 +7,7 @@ also be called directly.
 
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.embedding import embedding
+from halfbyte.ops.int8_linear import int8_linear
 from halfbyte.ops.linear import clear_workspace, linear, linear_backward_input
 from halfbyte.ops.lora_linear import lora_linear
 from halfbyte.ops.optimizer import adam8bit_step_, adamw8bit_step_, lion8bit_step_, sgd8bit_step_
@@ -18,6 +19,7 @@ __all__ = [
     "clear_workspace",
     "dequantize",
     "embedding",
+    "int8_linear",
     "linear",
     "linear_backward_input",
     "lion8bit_step_",
