@@ -78,6 +78,14 @@ inline Tensor aten_matmul(const Tensor& a, const Tensor& b) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// aten::_int_mm(a, b): int8 x int8 -> int32.
+inline Tensor aten_int_mm(const Tensor& a, const Tensor& b) {
+  NoGradGuard no_grad;
+  std::array<StableIValue, 2> stack{torch::stable::detail::from(a), torch::stable::detail::from(b)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_int_mm", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // aten::mul(a, b), without recording autograd.
 inline Tensor aten_mul(const Tensor& a, const Tensor& b) {
   NoGradGuard no_grad;

@@ -55,6 +55,15 @@ inline RowLayout checked_linear(const char* op, const Tensor& input, const Tenso
   return layout;
 }
 
+// As checked_linear for int8 rows; int8_linear's sums are int32, and 127 * 128 * 2^17 is below 2^31.
+inline RowLayout checked_int8_linear(const char* op, const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias,
+                                     int64_t in_features) {
+  constexpr int64_t most = int64_t(1) << 17;
+  const RowLayout layout = checked_linear(op, input, packed, bias, kInt8, 0, in_features);
+  HALFBYTE_CHECK(in_features <= most, op, "in_features must be at most ", most, " (the sums are int32), got ", in_features);
+  return layout;
+}
+
 inline RowLayout checked_linear_backward(const char* op, const Tensor& grad_output, const Tensor& packed, int64_t format,
                                          int64_t block_size, int64_t in_features) {
   const RowLayout layout = checked_product(op, "grad_output", grad_output, packed, format, block_size, in_features);

@@ -35,7 +35,8 @@ class HalfbyteLoraLinear(LoraLinear):
 
     Forward and backward are one autograd node (`halfbyte.ops.lora_linear`) while a single plain LoRA adapter is active and
     nothing stands between it and the base: no dropout in effect, no DoRA or other variant, no `lora_bias`, no
-    `adapter_names`, no hooks on the base, A or B, and A and B are plain `nn.Linear`. Otherwise they are PEFT's own.
+    `adapter_names`, no hooks on the base, A or B, A and B plain `nn.Linear`, no `activations` of the base. Otherwise they
+    are PEFT's own.
     Merging, and variants that look at the weight (DoRA), get a dense float32 base for as long as the call takes.
     `merge()` packs the sum again, which rounds it to the format; what that cost is in `merge_error`, and `unmerge()`
     brings the original rows back bit by bit (a packed copy is kept in between).
@@ -107,7 +108,9 @@ class HalfbyteLoraLinear(LoraLinear):
     def _fusible_adapter(self) -> str | None:
         """The one active adapter that `forward_with_lora` can apply, or None."""
         base = self.base_layer
-        if self.disable_adapters or self.merged or type(base) is not QuantLinear or is_dtensor(base.weight):
+        if self.disable_adapters or self.merged or type(base) is not QuantLinear:
+            return None
+        if is_dtensor(base.weight) or base.activations is not None:
             return None
         names = [name for name in self.active_adapters if name in self.lora_A]
         if len(names) != 1 or names[0] in self.lora_variant:

@@ -4,6 +4,8 @@
 
 #include "linear_decode_avx2.h"
 
+#include "int8_linear_avx2.h"
+
 #include "kernel_table.h"
 
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2() { return halfbyte::cpu::kernel_table("avx2"); }

@@ -4,6 +4,8 @@
 
 #include "linear_decode_avx512.h"
 
+#include "int8_linear_avx512.h"
+
 #include "kernel_table.h"
 
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512() { return halfbyte::cpu::kernel_table("avx512"); }

@@ -4,6 +4,8 @@
 
 #include "linear_decode_scalar.h"
 
+#include "int8_linear_scalar.h"
+
 #include "kernel_table.h"
 
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_scalar() { return halfbyte::cpu::kernel_table("scalar"); }

@@ -3,6 +3,7 @@
 
 #include "dequantize_kernel.h"
 #include "error_feedback_kernel.h"
+#include "int8_linear_kernel.h"
 #include "kernels.h"
 #include "linear_table.h"
 #include "optimizer_kernel.h"
@@ -17,6 +18,7 @@ const Kernels* kernel_table(const char* isa) {
   table.quantize_rows = quantize_rows;
   table.dequantize_rows = dequantize_rows;
   table.linear = linear_kernels();
+  table.int8_linear = int8_linear_kernels();
   table.optimizer = optimizer::kernels();
   table.feedback = feedback::kernels();
   return &table;

@@ -6,6 +6,7 @@
 
 #include "../formats.h"
 #include "error_feedback.h"
+#include "int8_linear_kernels.h"
 #include "linear_kernels.h"
 #include "optimizer.h"
 
@@ -25,6 +26,7 @@ struct Kernels {
                           bool stream);
 
   LinearKernels linear;
+  Int8LinearKernels int8_linear;
   OptimizerKernels optimizer;
   FeedbackKernels feedback;
 };

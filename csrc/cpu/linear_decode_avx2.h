@@ -21,6 +21,9 @@ struct Float32 {
   static constexpr int kVectors = 8;
   static constexpr int kUnitElements = 1;
   using Values = __m256;
+  using Sum = Vector;
+  static Sum load_sums(const float* p) { return _mm256_loadu_ps(p); }
+  static void store_sums(float* p, Sum v) { _mm256_storeu_ps(p, v); }
   static Values load(const float* p) { return _mm256_loadu_ps(p); }
   static Values broadcast(const float* p) { return _mm256_broadcast_ss(p); }
   static Vector multiply_add(Values a, Values b, Vector sum) { return _mm256_fmadd_ps(a, b, sum); }
@@ -28,8 +31,6 @@ struct Float32 {
 using BFloat16Pairs = Float32;  // never dispatched to: AVX2 machines have no bf16 units
 
 inline Vector zero_vector() { return _mm256_setzero_ps(); }
-inline Vector load_sums(const float* p) { return _mm256_loadu_ps(p); }
-inline void store_sums(float* p, Vector v) { _mm256_storeu_ps(p, v); }
 inline void store_values(float* p, Vector v) { _mm256_storeu_ps(p, v); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline float horizontal_sum(Vector v) {

@@ -21,6 +21,9 @@ struct Float32 {
   static constexpr int kVectors = 8;
   static constexpr int kUnitElements = 1;
   using Values = __m512;
+  using Sum = Vector;
+  static Sum load_sums(const float* p) { return _mm512_loadu_ps(p); }
+  static void store_sums(float* p, Sum v) { _mm512_storeu_ps(p, v); }
   static Values load(const float* p) { return _mm512_loadu_ps(p); }
   static Values broadcast(const float* p) { return _mm512_set1_ps(*p); }
   static Vector multiply_add(Values a, Values b, Vector sum) { return _mm512_fmadd_ps(a, b, sum); }
@@ -32,6 +35,9 @@ struct BFloat16Pairs {
   static constexpr int kVectors = 4;
   static constexpr int kUnitElements = 2;
   using Values = __m512i;
+  using Sum = Vector;
+  static Sum load_sums(const float* p) { return _mm512_loadu_ps(p); }
+  static void store_sums(float* p, Sum v) { _mm512_storeu_ps(p, v); }
   static Values load(const float* p) { return _mm512_loadu_si512(p); }
   static Values broadcast(const float* p) {
     int32_t pair;
@@ -44,8 +50,6 @@ struct BFloat16Pairs {
 };
 
 inline Vector zero_vector() { return _mm512_setzero_ps(); }
-inline Vector load_sums(const float* p) { return _mm512_loadu_ps(p); }
-inline void store_sums(float* p, Vector v) { _mm512_storeu_ps(p, v); }
 inline void store_values(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
 inline void store_values(float* p, __m512i v) { _mm512_storeu_si512(p, v); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }

@@ -20,6 +20,9 @@ struct Float32 {
   static constexpr int kVectors = 8;       // vectors of decoded values in a group
   static constexpr int kUnitElements = 1;
   using Values = Vector;
+  using Sum = Vector;
+  static Sum load_sums(const float* p) { return load(p); }
+  static void store_sums(float* p, Sum v) { memcpy(p, &v, sizeof v); }
   static Values load(const float* p) {
     Vector v;
     memcpy(&v, p, sizeof v);
@@ -31,8 +34,6 @@ struct Float32 {
 using BFloat16Pairs = Float32;  // never dispatched to
 
 inline Vector zero_vector() { return Vector{}; }
-inline Vector load_sums(const float* p) { return Float32::load(p); }
-inline void store_sums(float* p, Vector v) { memcpy(p, &v, sizeof v); }
 inline void store_values(float* p, Vector v) { memcpy(p, &v, sizeof v); }
 inline float horizontal_sum(Vector v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }

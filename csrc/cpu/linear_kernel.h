@@ -145,11 +145,11 @@ constexpr int64_t kPrefetchUnits = 6;
 
 template <class Product, int R, int G>
 inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first) {
-  Vector sum[R][G];
+  typename Product::Sum sum[R][G];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) sum[r][g] = first ? zero_vector() : load_sums(sums + r * sums_stride + g * kLanes);
+    for (int g = 0; g < G; ++g) sum[r][g] = first ? typename Product::Sum{} : Product::load_sums(sums + r * sums_stride + g * kLanes);
   for (int64_t u = 0; u < units; ++u, b += G * kLanes) {
     typename Product::Values v[G];
 #pragma GCC unroll 4
@@ -167,7 +167,7 @@ inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, 
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) store_sums(sums + r * sums_stride + g * kLanes, sum[r][g]);
+    for (int g = 0; g < G; ++g) Product::store_sums(sums + r * sums_stride + g * kLanes, sum[r][g]);
 }
 
 // Decoded groups [first, first + count) of one row, in decode order. A partial last group is filled up with anything finite

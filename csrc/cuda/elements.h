@@ -25,6 +25,7 @@ using Float16 = __half;
 // One IEEE operation, one rounding. On the host this needs -ffp-contract=off.
 #if defined(__CUDA_ARCH__)
 HALFBYTE_HD inline float mul_rn(float a, float b) { return __fmul_rn(a, b); }
+HALFBYTE_HD inline float add_rn(float a, float b) { return __fadd_rn(a, b); }
 HALFBYTE_HD inline float sub_rn(float a, float b) { return __fsub_rn(a, b); }
 HALFBYTE_HD inline float div_rn(float a, float b) { return __fdiv_rn(a, b); }
 HALFBYTE_HD inline float rcp_rn(float a) { return __frcp_rn(a); }
@@ -33,6 +34,7 @@ HALFBYTE_HD inline uint32_t float_bits(float v) { return __float_as_uint(v); }
 HALFBYTE_HD inline float bits_float(uint32_t v) { return __uint_as_float(v); }
 #else
 HALFBYTE_HD inline float mul_rn(float a, float b) { return a * b; }
+HALFBYTE_HD inline float add_rn(float a, float b) { return a + b; }
 HALFBYTE_HD inline float sub_rn(float a, float b) { return a - b; }
 HALFBYTE_HD inline float div_rn(float a, float b) { return a / b; }
 HALFBYTE_HD inline float rcp_rn(float a) { return 1.0f / a; }
@@ -84,6 +86,16 @@ HALFBYTE_HD inline uint32_t float_to_fp8(float v) {
   }
   // Subnormal: the sum's last bit is worth 2^-9, the smallest e4m3fn step.
   return sign | (float_bits(sub_rn(bits_float(magnitude), -0x1p14f)) - 0x46800000u);
+}
+
+// sum plus the four products of the signed bytes of a and b.
+HALFBYTE_HD inline int32_t dot4(uint32_t a, uint32_t b, int32_t sum) {
+#if defined(__CUDA_ARCH__)
+  return __dp4a(int32_t(a), int32_t(b), sum);
+#else
+  for (int i = 0; i < 32; i += 8) sum += int32_t(int8_t(a >> i)) * int8_t(b >> i);
+  return sum;
+#endif
 }
 
 // round to nearest even and clamp to [-127, 127].

@@ -39,6 +39,11 @@ cudaError_t launch_linear_small(const void* input, int64_t M, const uint8_t* pac
 // Rows of args (error_feedback.h), device pointers.
 cudaError_t launch_error_feedback(const FeedbackArgs& args, int64_t rows, const RowLayout& layout, cudaStream_t stream);
 
+// int8_linear for tokens (M, row_bytes) and packed (N, row_bytes), both int8 rows, 16-byte aligned. sums: (M, N) int32 that
+// another kernel has made, or null: computed here. bias: (N,) of dtype or null.
+cudaError_t launch_int8_linear(const uint8_t* tokens, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
+                               const int32_t* sums, DType dtype, const void* bias, void* output, cudaStream_t stream);
+
 // One step of every parameter of the table (optimizer_table.h). Device memory is read for the inputs and the step counts.
 cudaError_t launch_optimizer(OptimizerRule rule, const OptimizerTable& table, const OptimizerHyper& hyper,
                              const OptimizerInputs& inputs, cudaStream_t stream);

@@ -15,7 +15,7 @@ from halfbyte.nn.attention import adapt_attention
 from halfbyte.nn.conv1d import linear_shape
 from halfbyte.nn.embedding import quantize_embedding_
 from halfbyte.nn.experts import expert_weights, quantize_experts_
-from halfbyte.nn.linear import quantize_linear_
+from halfbyte.nn.linear import checked_activations, quantize_linear_
 from halfbyte.nn.packed import Packed, as_dtype
 from halfbyte.nn.skip import SkipRules, mark_dense, tell_config
 
@@ -27,6 +27,7 @@ def quantize_model(
     skip: Iterable[str] | None = None,
     compute_dtype: torch.dtype | str | None = None,
     embedding_format: str | Format | None = None,
+    activations: str | None = None,
     progress: bool = False,
 ) -> Report:
     """Quantizes the linear layers of a model where they stand; each dense weight is released before the next layer.
@@ -41,6 +42,7 @@ def quantize_model(
             subclasses of `nn.Linear`, `_keep_in_fp32_modules` and layers whose owner reads the weight directly always do.
         compute_dtype: see `QuantLinear`.
         embedding_format: a format for `nn.Embedding` tables that are not tied; None leaves them dense.
+        activations: see `QuantLinear`.
         progress: show a progress bar (needs tqdm).
 
     Returns:
@@ -48,7 +50,8 @@ def quantize_model(
 
     Raises:
         QuantizationError: nothing in the model could be quantized; the text lists the reasons.
-        ValueError: unknown format or compute dtype.
+        ValueError: unknown format, compute dtype or `activations`.
+        NotImplementedError: `activations` with a format that it does not go with.
         TypeError: `skip` is a plain string.
 
     Example:
@@ -60,7 +63,9 @@ def quantize_model(
     fmt = Format.parse(format)
     table_format = None if embedding_format is None else Format.parse(embedding_format)
     reasons = SkipRules(skip).of_model(model)
-    convert_layers_(model, fmt, reasons, as_dtype("compute_dtype", compute_dtype), table_format, progress=progress)
+    dtype = as_dtype("compute_dtype", compute_dtype)
+    checked_activations(activations, fmt)
+    convert_layers_(model, fmt, reasons, dtype, table_format, activations=activations, progress=progress)
     return report(model)
 
 
@@ -71,6 +76,7 @@ def convert_layers_(
     compute_dtype: torch.dtype | None,
     table_format: Format | None = None,
     *,
+    activations: str | None = None,
     progress: bool = False,
     caller: str = "quantize_model",
 ) -> None:
@@ -85,7 +91,7 @@ def convert_layers_(
             if not isinstance(module, nn.Embedding) or table_format is not None:
                 mark_dense(module, reasons[module])
         elif linear_shape(module):
-            quantize_linear_(module, format, compute_dtype)
+            quantize_linear_(module, format, compute_dtype, activations)
         elif expert_weights(module):
             quantize_experts_(module, format, compute_dtype)
         elif table_format is not None and module.max_norm is None:

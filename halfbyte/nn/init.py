@@ -36,6 +36,7 @@ def init_quantized(
     *,
     skip: Iterable[str] | None = None,
     compute_dtype: torch.dtype | str | None = None,
+    activations: str | None = None,
 ) -> Iterator[None]:
     """Builds models quantized: every `nn.Linear` constructed inside is packed from birth.
 
@@ -48,10 +49,12 @@ def init_quantized(
         format: a `Format` or its name.
         skip: names that stay dense, see `quantize_model`; a partial name is matched when the layer is registered.
         compute_dtype: see `QuantLinear`.
+        activations: see `QuantLinear`.
 
     Raises:
         QuantizationError: on leaving, if nothing was quantized inside.
-        ValueError: unknown format or compute dtype.
+        ValueError: unknown format, compute dtype or `activations`.
+        NotImplementedError: `activations` with a format that it does not go with.
 
     Example:
         >>> import torch, halfbyte
@@ -60,7 +63,7 @@ def init_quantized(
         >>> type(model[0]).__name__
         'QuantLinear'
     """
-    settings = InitSettings(format, skip, compute_dtype)
+    settings = InitSettings(format, skip, compute_dtype, activations)
     with entered(settings):
         yield
     if settings.built == 0:
@@ -133,6 +136,7 @@ def _install() -> Callable[[], None]:
             bias,
             format=settings.format,
             compute_dtype=settings.compute_dtype,
+            activations=settings.activations,
             device=device,
             dtype=dtype,
         )

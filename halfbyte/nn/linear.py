@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.nn.tensor_parallel import linear_sharded
 from halfbyte.formats import Format
 from halfbyte.nn.conv1d import linear_shape, linear_weight
 from halfbyte.nn.packed import PackedRows, as_dtype, dense_buffer
+from halfbyte.nn.tensor_parallel import linear_sharded
+from halfbyte.ops.int8_linear import int8_linear_by_id
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.lora_linear import lora_linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
@@ -30,6 +31,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         format: a `Format` or its name.
         compute_dtype: dtype (or its name) that inputs and the bias are cast to for the product. None: the autocast dtype
             where autocast is active, else the input's dtype.
+        activations: "int8" quantizes each row of the input to int8 and multiplies in integers (`halfbyte.ops.int8_linear`;
+            format "int8" only); None multiplies the input as it is.
         device: where to put the parameters; on "meta" nothing is computed.
         dtype: dtype of the bias and of the dense weight this stands for; None: torch's default dtype.
 
@@ -37,9 +40,11 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         weight: packed rows, shape (N, row_bytes) uint8, `requires_grad=False`.
         bias: shape (N,) of `dtype`, or None.
         format: the `Format` of the rows.
+        activations: as given.
 
     Raises:
-        ValueError: unknown format or compute dtype.
+        ValueError: unknown format, compute dtype or `activations`.
+        NotImplementedError: `activations` with another format than it works on.
         TypeError: `compute_dtype` is not a dtype, or forward was given integers or an unsupported dtype.
 
     Example:
@@ -52,6 +57,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         QLoRA, Dettmers et al. 2023, arXiv:2305.14314.
     """
 
+    activations: str | None = None
+
     def __init__(
         self,
         in_features: int,
@@ -60,11 +67,13 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         *,
         format: str | Format = "nf4",
         compute_dtype: torch.dtype | str | None = None,
+        activations: str | None = None,
         device: Any = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = in_features, out_features
+        self.activations = checked_activations(activations, Format.parse(format))
         self._init_packed(format, compute_dtype, dtype, device)
         if bias:
             self.bias = nn.Parameter(torch.empty(out_features, device=device, dtype=dtype))
@@ -108,7 +117,12 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         return self._compute(input, self.packed if self._contained else weight, self.bias)
 
     def _compute(self, input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-        return packed_linear(input, packed, bias, self.format, self.in_features, self.compute_dtype)
+        if self.activations is None:
+            return packed_linear(input, packed, bias, self.format, self.in_features, self.compute_dtype)
+        input, bias, apart, returned = in_compute_dtype(input, bias, self.compute_dtype)
+        with torch.autocast(input.device.type, enabled=False) if apart else nullcontext():
+            output = int8_linear_by_id(input, packed, bias, self.in_features)
+        return output if output.dtype == returned else output.to(returned)
 
     def forward_with_lora(self, input: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
         r"""Applies the layer and a low-rank branch beside it as one autograd node: :math:`x W^T + b + s\,(x A^T) B^T`.
@@ -120,12 +134,19 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             scaling: s.
 
         Returns:
-            Shape (..., out_features), of the dtype that `forward` returns; `halfbyte.ops.lora_linear` says what is multiplied in what.
+            Shape (..., out_features), of the dtype that `forward` returns; `halfbyte.ops.lora_linear` says what is multiplied
+            in what.
 
         Raises:
             TypeError: as for `forward`.
             ValueError: A or B does not fit.
+            NotImplementedError: the layer quantizes its activations.
         """
+        if self.activations is not None:
+            raise NotImplementedError(
+                f"QuantLinear.forward_with_lora: activations must be None, got {self.activations!r}; add the branch to the "
+                f"layer's own output"
+            )
         input, bias, apart, returned = in_compute_dtype(input, self.bias, self.compute_dtype)
         sizes = (self.format.id, self.format.block_size, self.in_features)
         with torch.autocast(input.device.type, enabled=False) if apart else nullcontext():
@@ -139,7 +160,12 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
 
     @classmethod
     def from_linear(
-        cls, linear: nn.Linear, format: str | Format = "nf4", *, compute_dtype: torch.dtype | str | None = None
+        cls,
+        linear: nn.Linear,
+        format: str | Format = "nf4",
+        *,
+        compute_dtype: torch.dtype | str | None = None,
+        activations: str | None = None,
     ) -> QuantLinear:
         """A quantized copy of a dense layer; the bias parameter is shared with it.
 
@@ -147,24 +173,34 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             linear: the dense layer, weight (N, K) in float32, bfloat16 or float16; on meta nothing is computed.
             format: a `Format` or its name.
             compute_dtype: as for the class.
+            activations: as for the class.
 
         Raises:
             TypeError: `linear` is not an `nn.Linear`, or is quantized already.
+            ValueError: unknown format, compute dtype or `activations`.
         """
         if not isinstance(linear, nn.Linear) or isinstance(linear, QuantLinear):
             raise TypeError(f"QuantLinear.from_linear: linear must be a dense nn.Linear, got {type(linear).__name__}")
         copy = nn.Linear(linear.in_features, linear.out_features, bias=False, device="meta").train(linear.training)
         copy._parameters["weight"] = linear._parameters["weight"]
         copy._parameters["bias"] = linear.bias
-        return quantize_linear_(copy, Format.parse(format), as_dtype("compute_dtype", compute_dtype))
+        return quantize_linear_(copy, Format.parse(format), as_dtype("compute_dtype", compute_dtype), activations)
 
     def extra_repr(self) -> str:
-        """Sizes, bias, format and compute dtype."""
+        """Sizes, bias, format, compute dtype and activations."""
         compute = f", compute_dtype={self.compute_dtype}" if self.compute_dtype else ""
+        compute += f", activations={self.activations}" if self.activations else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
             f"format={self.format}{compute}"
         )
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None and self.activations is not None:
+            # For whoever rebuilds the module: the rows are the same with and without, so loading does not look at it.
+            metadata[prefix[:-1]]["activations"] = self.activations
 
     def __setattr__(self, name: str, value: Any) -> None:
         # `head.weight = embedding.weight` is how models tie: the module then simply is dense.
@@ -219,12 +255,26 @@ def in_compute_dtype(
     return input, bias, autocast is not None and autocast != dtype, returned
 
 
-def quantize_linear_(linear: nn.Module, format: Format, compute_dtype: torch.dtype | None) -> QuantLinear:
+def checked_activations(activations: str | None, format: Format) -> str | None:
+    """`activations` as `QuantLinear` takes it, if it goes with `format`."""
+    if activations is None:
+        return None
+    if activations != "int8":
+        raise ValueError(f"activations must be None or 'int8', got {activations!r}")
+    if str(format) != "int8":
+        raise NotImplementedError(f"activations='int8' needs format='int8', got format={str(format)!r}")
+    return activations
+
+
+def quantize_linear_(
+    linear: nn.Module, format: Format, compute_dtype: torch.dtype | None, activations: str | None = None
+) -> QuantLinear:
     """Turns a dense layer into a QuantLinear where it stands: hooks, names and references to the module stay valid.
 
     The layer is an `nn.Linear`, or a `Conv1D` of transformers, of whose transposed weight the rows are made. The dense
     weight is released as soon as its rows exist. Its `_is_hf_initialized` mark (set by transformers' loader) is handed on.
     """
+    checked_activations(activations, format)
     weight: Any = linear.weight
     shape = linear_shape(linear)
     assert shape is not None
@@ -240,12 +290,13 @@ def quantize_linear_(linear: nn.Module, format: Format, compute_dtype: torch.dty
     linear.__class__ = QuantLinear
     assert isinstance(linear, QuantLinear)
     linear.format, linear.compute_dtype, linear.dense_dtype = format, compute_dtype, weight.dtype
+    linear.activations = activations
     return linear
 
 
 def dequantize_linear_(linear: QuantLinear, weight: nn.Parameter) -> nn.Linear:
     """The inverse of `quantize_linear_`: the module becomes the dense layer it was, with the given weight (N, K)."""
-    for name in ("format", "compute_dtype", "dense_dtype"):
+    for name in ("format", "compute_dtype", "dense_dtype", "activations"):
         linear.__dict__.pop(name, None)
     linear.__class__ = linear.__dict__.pop("dense_class", nn.Linear)
     dense: nn.Linear = linear

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halfbyte.formats import Format
-from halfbyte.nn.linear import QuantLinear
+from halfbyte.nn.linear import QuantLinear, checked_activations
 from halfbyte.nn.packed import as_dtype, dense_buffer
 from halfbyte.nn.skip import SkipRules
 from halfbyte.ops.dequantize import dequantize
@@ -23,8 +23,15 @@ __all__ = ["InitSettings", "active_settings", "hosts", "on_dense", "owner_of", "
 class InitSettings:
     """What one `init_quantized` context was asked for; hosts read it (`format`, `skip`, `compute_dtype`)."""
 
-    def __init__(self, format: str | Format, skip: Iterable[str] | None, compute_dtype: torch.dtype | str | None) -> None:
+    def __init__(
+        self,
+        format: str | Format,
+        skip: Iterable[str] | None,
+        compute_dtype: torch.dtype | str | None,
+        activations: str | None = None,
+    ) -> None:
         self.format = Format.parse(format)
+        self.activations = checked_activations(activations, self.format)
         self.skip = None if skip is None else SkipRules(skip).patterns
         self.compute_dtype = as_dtype("compute_dtype", compute_dtype)
         self.rules = SkipRules(skip)

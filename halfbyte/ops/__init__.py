@@ -9,6 +9,7 @@ from halfbyte.ops.broadcast import quantize_broadcast_, quantize_scatter_
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.embedding import embedding
 from halfbyte.ops.error_feedback import error_feedback
+from halfbyte.ops.int8_linear import int8_linear
 from halfbyte.ops.linear import clear_workspace, linear, linear_backward_input
 from halfbyte.ops.lora_linear import lora_linear
 from halfbyte.ops.optimizer import adam8bit_step_, adamw8bit_step_, lion8bit_step_, sgd8bit_step_
@@ -21,6 +22,7 @@ __all__ = [
     "dequantize",
     "embedding",
     "error_feedback",
+    "int8_linear",
     "linear",
     "linear_backward_input",
     "lion8bit_step_",

@@ -5,6 +5,7 @@
 
 #include "../../csrc/cuda/elements.h"
 #include "../../csrc/cuda/geometry.h"
+#include "../../csrc/cuda/int8_linear_route.h"
 #include "../../csrc/cuda/kernels.h"
 #include "../../csrc/cuda/linear_route.h"
 #include "../../csrc/cuda/optimizer_elements.h"
@@ -46,6 +47,13 @@ int emulated_linear_small(const void* input, int64_t M, const uint8_t* packed, i
   return cuda::launch_linear_small(input, M, packed, N, row_layout(format, block_size, in_features), DType(dtype), addend,
                                    addend_stride, output, partial, splits, nullptr);
 }
+
+int emulated_int8_linear(const uint8_t* tokens, int64_t M, const uint8_t* packed, int64_t N, int64_t in_features,
+                         const int32_t* sums, int dtype, const void* bias, void* output) {
+  return cuda::launch_int8_linear(tokens, M, packed, N, row_layout(kInt8, 0, in_features), sums, DType(dtype), bias, output, nullptr);
+}
+
+int int8_takes_int_mm(int64_t M, int64_t N, int64_t K) { return cuda::takes_int_mm({M, N, K}); }
 
 // Index of the first obstacle, or -1 where the small kernel takes the problem.
 int linear_obstacle(int64_t M, int64_t N, int64_t K, int format, int64_t block_size, int dtype, int input_width, int packed_width,

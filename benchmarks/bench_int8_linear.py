@@ -1,0 +1,86 @@
+"""int8_linear (int8 rows, activations quantized per token) against our linear on the same rows and dense torch; by M.
+
+    python benchmarks/bench_int8_linear.py --only "bf16 M=16" --seconds 5
+
+Peers: `F.linear` on dense weights in the input's dtype (and in float32 for bf16 inputs), bitsandbytes' `linear8bitlt`
+forward (`int8_vectorwise_quant` + `int8_linear_matmul` + `int8_mm_dequant`), torch's own int8 product on codes quantized
+beforehand (`torch._int_mm` alone: no quantization, no scales, one weight that stays in the cache).
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import harness
+import torch
+import torch.nn.functional as F
+from harness import Case
+
+from halfbyte import reference_products as reference
+
+warnings.filterwarnings("ignore", module="bitsandbytes")
+
+TOKENS = (1, 4, 16, 128, 512)
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+def bitsandbytes_case(weight: torch.Tensor, x: torch.Tensor, flops: int) -> dict[str, Case]:
+    try:
+        import bitsandbytes.functional as BF
+    except ImportError:
+        return {}
+    codes, scales, _ = BF.int8_vectorwise_quant(weight.half())
+
+    def run(i: int) -> torch.Tensor:
+        q, s, _ = BF.int8_vectorwise_quant(x.half())
+        return BF.int8_mm_dequant(BF.int8_linear_matmul(q, codes), s, scales)
+
+    return {"bitsandbytes": Case(run, flops=flops)}
+
+
+def compare(report: harness.Report, M: int, name: str, source: list[torch.Tensor]) -> None:
+    ops, dtype, (N, K) = torch.ops.halfbyte, DTYPES[name], source[0].shape
+    weights = [w.to(dtype) for w in source]
+    packed = [ops.quantize(w, 4, 0) for w in source]
+    x, flops, moved = torch.randn(M, K).to(dtype), 2 * M * N * K, N * packed[0].shape[1]
+    codes = packed[0][:, :K].view(torch.int8).contiguous().t()
+    q = ops.quantize(x, 4, 0)[:, :K].view(torch.int8).contiguous()
+    n = len(source)
+    cases = {
+        "halfbyte": Case(lambda i: ops.int8_linear(x, packed[i % n], None, K), bytes=moved, flops=flops),
+        "halfbyte linear": Case(lambda i: ops.linear(x, packed[i % n], None, 4, 0, K), bytes=moved, flops=flops),
+        "dense": Case(lambda i: F.linear(x, weights[i % n]), flops=flops),
+        "torch._int_mm alone": Case(lambda i: torch._int_mm(q, codes), flops=flops),
+    }
+    if name == "bf16":
+        x32 = x.float()
+        cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i % n]), flops=flops)
+    cases |= bitsandbytes_case(source[0], x, flops)
+
+    def verify() -> None:
+        expected = reference.int8_linear(x[:4], packed[0][:64], None, K)
+        assert torch.equal(cases["halfbyte"].run(0)[:4, :64], expected), "not the integer oracle's bits"  # type: ignore[index]
+
+    report.compare(f"int8_linear {name} M={M}", cases, verify=verify, baseline="halfbyte", floors={"read": moved})
+
+
+def main() -> None:
+    args = harness.arguments(
+        __doc__,
+        rows={"type": int, "default": 4096, "help": "out_features"},
+        features={"type": int, "default": 4096, "help": "in_features"},
+        tokens={"default": ",".join(map(str, TOKENS)), "help": "values of M"},
+    )
+    report = harness.Report("int8_linear", args)
+    torch.manual_seed(0)
+    torch.set_grad_enabled(False)
+    source = harness.rotate(lambda _: torch.randn(args.rows, args.features) * 0.02, args.rows * args.features)
+    for M in map(int, args.tokens.split(",")):
+        for name in DTYPES:
+            if args.only in f"int8_linear {name} M={M}":
+                compare(report, M, name, source)
+    report.save()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+// int8_linear: integer products of quantized activations and packed int8 rows, scaled in the epilogue. Included once per ISA,
+// after linear_kernel.h (whose micro-kernel it runs on integers) and int8_linear_<isa>.h.
+//
+// y = round(float(sum) * (token factor * row factor) + bias), every operation rounded to fp32: the same bits everywhere.
+#pragma once
+
+#include "int8_linear_kernels.h"
+#include "linear_kernel.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+inline float int8_factor(const uint8_t* row, const RowLayout& l) {
+  float absmax;
+  memcpy(&absmax, row + l.scales_offset, 4);
+  return absmax / kInt8Max;
+}
+
+// `offset` is what storing one side as code + 128 has added to `sum`; both may have wrapped, their difference has not.
+inline float int8_result(int32_t sum, uint32_t offset, float token_factor, float row_factor) {
+  return float(int32_t(uint32_t(sum) - offset)) * (token_factor * row_factor);
+}
+
+// ---- direct: dot products along K, R rows at a time -------------------------------------------------------------------
+
+void int8_prepare_direct(const uint8_t* rows, int64_t tokens, const RowLayout& l, void* codes, int32_t* sums, float* factors) {
+  const int64_t K = l.in_features, padded = round_up(K, Int8Dot::kStep);
+  auto* out = static_cast<Int8Dot::Code*>(codes);
+  for (int64_t m = 0; m < tokens; ++m, rows += l.row_bytes, out += padded) {
+    int32_t sum = 0;
+    for (int64_t k = 0; k < K; ++k) {
+      const int8_t code = int8_t(rows[k]);
+      out[k] = code;
+      sum += code;
+    }
+    memset(out + K, 0, size_t(padded - K) * sizeof *out);
+    sums[m] = sum;
+    factors[m] = int8_factor(rows, l);
+  }
+}
+
+template <int R, int M>
+inline void int8_direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, const Int8Dot::Code* x, const int32_t* x_sums,
+                             const float* factors, const LinearOutput& output) {
+  const int64_t K = l.in_features, padded = round_up(K, Int8Dot::kStep), whole = K / Int8Dot::kStep * Int8Dot::kStep;
+  const uint8_t* base = packed + row * l.row_bytes;
+  Int8Dot::Sum sum[R][M];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) sum[r][m] = Int8Dot::zero();
+  const auto step = [&](int r, const uint8_t* codes, int64_t k) {
+    const Int8Dot::Values w = Int8Dot::weights(codes);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) sum[r][m] = Int8Dot::multiply_add(w, x + m * padded + k, sum[r][m]);
+  };
+  for (int64_t k = 0; k < whole; k += Int8Dot::kStep) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      const uint8_t* codes = base + r * l.row_bytes + k;
+      prefetch(codes + R * l.row_bytes);  // the same place of the next rows
+      step(r, codes, k);
+    }
+  }
+  if (whole < K) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      uint8_t tail[Int8Dot::kStep] = {};  // a load past the codes could leave the tensor
+      memcpy(tail, base + r * l.row_bytes + whole, size_t(K - whole));
+      step(r, tail, whole);
+    }
+  }
+#pragma GCC unroll 4
+  for (int m = 0; m < M; ++m) {
+    float result[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+      result[r] = int8_result(Int8Dot::total(sum[r][m]), Int8Dot::kWeightOffset * uint32_t(x_sums[m]), factors[m],
+                              int8_factor(base + r * l.row_bytes, l));
+    store_output(output, m, row, result, R);
+  }
+}
+
+template <int M>
+void int8_direct_tokens(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* codes,
+                        const int32_t* sums, const float* factors, const LinearOutput& output) {
+  constexpr int R = 4;
+  const auto* x = static_cast<const Int8Dot::Code*>(codes);
+  int64_t row = row_begin;
+  for (; row + R <= row_end; row += R) int8_direct_rows<R, M>(packed, row, l, x, sums, factors, output);
+  for (; row < row_end; ++row) int8_direct_rows<1, M>(packed, row, l, x, sums, factors, output);
+}
+
+void int8_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* codes,
+                 const int32_t* sums, const float* factors, int64_t tokens, const LinearOutput& output) {
+  switch (tokens) {
+    case 1: int8_direct_tokens<1>(packed, row_begin, row_end, l, codes, sums, factors, output); break;
+    case 2: int8_direct_tokens<2>(packed, row_begin, row_end, l, codes, sums, factors, output); break;
+    case 3: int8_direct_tokens<3>(packed, row_begin, row_end, l, codes, sums, factors, output); break;
+    default: int8_direct_tokens<4>(packed, row_begin, row_end, l, codes, sums, factors, output); break;
+  }
+}
+
+// ---- tiled: linear's micro-kernel, weights broadcast unit by unit, tokens in vectors ----------------------------------
+
+void int8_prepare_tiled(const uint8_t* rows, int64_t tokens, const RowLayout& l, int64_t tile_begin, int64_t tile_end, void* units,
+                        float* factors) {
+  constexpr int kElements = Int8Units::kUnitElements;
+  const int64_t K = l.in_features, padded = round_up(K, kElements);
+  const int64_t end = tile_start(tile_end) < tokens ? tile_start(tile_end) : tokens;
+  for (int64_t m0 = tile_start(tile_begin); m0 < end;) {
+    const int width = tile_vectors(tokens - m0) * kLanes;
+    auto* tile = static_cast<Int8Units::Code*>(units) + m0 * padded;
+    for (int m = 0; m < width; ++m) {
+      // Tokens and codes past the end stay as they are: the sums of the former are not stored, the latter meet zero weights.
+      if (m0 + m >= tokens) break;
+      const uint8_t* row = rows + (m0 + m) * l.row_bytes;
+      factors[m0 + m] = int8_factor(row, l);
+      Int8Units::Code* out = tile + m * kElements;
+      for (int64_t k = 0; k < K; k += kElements, out += width * kElements) Int8Units::activations(row + k, out);
+    }
+    m0 += width;
+  }
+}
+
+void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units,
+                const float* factors, int64_t tokens, const LinearOutput& output, void* scratch) {
+  constexpr int kElements = Int8Units::kUnitElements;
+  float* panel = static_cast<float*>(scratch);
+  float* sums = panel + kPanelRows * kPanelStride;
+  const int64_t all = (l.in_features + kElements - 1) / kElements;
+  const int64_t panel_rows = tokens <= kFewTokens ? kTileRows : kPanelRows;
+  for (int64_t n0 = row_begin; n0 < row_end; n0 += panel_rows) {
+    const int64_t rows = n0 + panel_rows < row_end ? panel_rows : row_end - n0;
+    const int64_t rows_padded = round_up(rows, kTileRows);
+    uint32_t offset[kPanelRows] = {};
+    for (int64_t u0 = 0; u0 < all; u0 += kPanelUnits) {
+      const int64_t count = u0 + kPanelUnits < all ? kPanelUnits : all - u0;
+      for (int64_t r = 0; r < rows; ++r) {
+        // Up to 3 bytes past the codes are read: the zeros between codes and scale.
+        const uint8_t* codes = packed + (n0 + r) * l.row_bytes + u0 * kElements;
+        offset[r] += uint32_t(Int8Units::weights(codes, count, panel + r * kPanelStride));
+      }
+      for (int64_t r = rows; r < rows_padded; ++r) memset(panel + r * kPanelStride, 0, size_t(4 * count));
+      for (int64_t m0 = 0; m0 < tokens;) {
+        const int vectors = tile_vectors(tokens - m0);
+        const float* b = static_cast<const float*>(units) + m0 * all + u0 * vectors * kLanes;
+        for (int64_t r = 0; r < rows_padded; r += kTileRows)
+          tile_rows<Int8Units>(vectors, panel + r * kPanelStride, kPanelStride, b, sums + r * kSumsStride + m0, count, u0 == 0);
+        m0 += vectors * kLanes;
+      }
+    }
+    float row_factors[kPanelRows];
+    for (int64_t r = 0; r < rows; ++r) row_factors[r] = int8_factor(packed + (n0 + r) * l.row_bytes, l);
+    for (int64_t m0 = 0; m0 < tokens; m0 += 16) {
+      const int64_t count = m0 + 16 < tokens ? 16 : tokens - m0;
+      float results[16][kPanelRows];
+      for (int64_t r = 0; r < rows; ++r) {
+        int32_t integers[16];  // tokens past the end are whatever the padded tile gave
+        memcpy(integers, sums + r * kSumsStride + m0, sizeof integers);
+        for (int64_t m = 0; m < count; ++m) results[m][r] = int8_result(integers[m], offset[r], factors[m0 + m], row_factors[r]);
+      }
+      for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, results[m], rows);
+    }
+  }
+}
+
+constexpr Int8LinearKernels int8_linear_kernels() {
+  Int8LinearKernels k{};
+  k.unit_elements = Int8Units::kUnitElements;
+  k.direct_step = Int8Dot::kStep;
+  k.direct_bytes = sizeof(Int8Dot::Code);
+  k.direct_tokens = 4;
+  k.prepare_direct = int8_prepare_direct;
+  k.direct = int8_direct;
+  k.prepare_tiled = int8_prepare_tiled;
+  k.tiled = int8_tiled;
+  return k;
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu

@@ -1,0 +1,35 @@
+// The entries of `int8_linear` in the table of CPU kernels (kernels.h): raw pointers only, no torch.
+//
+// Legend: see linear_kernels.h. Rows are packed int8 rows of the formats: activations are quantized by the same rule as
+// weights, so both sides are codes and one absmax. Sums are int32 and exact (checked_int8_linear bounds K).
+#pragma once
+
+#include <stdint.h>
+
+#include "linear_kernels.h"
+
+namespace halfbyte::cpu {
+
+struct Int8LinearKernels {
+  int32_t unit_elements;  // codes of a 4-byte unit in tiles of activations
+  int32_t direct_step;    // codes that `direct` takes at once; prepared tokens are padded with zeros to a multiple
+  int32_t direct_bytes;   // bytes of a prepared code
+  int32_t direct_tokens;  // up to this M `direct` is the faster one
+
+  // rows (tokens, row_bytes) -> codes (tokens, padded K), their sums and the factors absmax / 127, one per token.
+  void (*prepare_direct)(const uint8_t* rows, int64_t tokens, const RowLayout& layout, void* codes, int32_t* sums, float* factors);
+
+  // output[:, row_begin:row_end] for 1 to direct_tokens tokens, straight from the packed rows.
+  void (*direct)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, const void* codes,
+                 const int32_t* sums, const float* factors, int64_t tokens, const LinearOutput& output);
+
+  // rows -> units, transposed like linear's prepare_tiled, tiles [tile_begin, tile_end), and their factors.
+  void (*prepare_tiled)(const uint8_t* rows, int64_t tokens, const RowLayout& layout, int64_t tile_begin, int64_t tile_end,
+                        void* units, float* factors);
+
+  // output[:, row_begin:row_end] for up to kLinearTokens prepared tokens; scratch as for linear's `tiled`.
+  void (*tiled)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, const void* units,
+                const float* factors, int64_t tokens, const LinearOutput& output, void* scratch);
+};
+
+}  // namespace halfbyte::cpu

@@ -1,0 +1,33 @@
+// Which way int8_linear takes on CUDA, decided by shapes alone.
+#pragma once
+
+#include <cstdint>
+
+namespace halfbyte::cuda {
+
+struct Int8Problem {
+  int64_t M, N, K;
+};
+
+// A reason why aten::_int_mm (cuBLASLt on int8 tensor cores) cannot take a problem; then int8_linear.cu multiplies.
+struct Int8Obstacle {
+  const char* name;
+  bool (*applies)(const Int8Problem&);
+};
+inline constexpr Int8Obstacle kInt8Obstacles[] = {
+    // _int_mm's own demands. Up to 16 rows reading the weight is all there is to it, and dp4a keeps up.
+    {"M is 16 or less", [](const Int8Problem& p) { return p.M <= 16; }},
+    {"N is not a multiple of 8", [](const Int8Problem& p) { return p.N % 8 != 0 || p.N == 0; }},
+    {"K is not a multiple of 8", [](const Int8Problem& p) { return p.K % 8 != 0; }},
+    {"M, N or K is 2^31 or more",
+     [](const Int8Problem& p) { return p.M >= (int64_t(1) << 31) || p.N >= (int64_t(1) << 31) || p.K >= (int64_t(1) << 31); }},
+};
+
+inline bool takes_int_mm(const Int8Problem& problem) {
+  for (const Int8Obstacle& obstacle : kInt8Obstacles) {
+    if (obstacle.applies(problem)) return false;
+  }
+  return true;
+}
+
+}  // namespace halfbyte::cuda
