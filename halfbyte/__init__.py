@@ -6,9 +6,9 @@ from halfbyte.checkpoint import load_quantized, save_quantized
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.memory.plan import MemoryPlan, plan, plan_formats
-from halfbyte.memory.report import Report, report, verify
 from halfbyte.nn.convert import quantize_model
 from halfbyte.nn.init import init_quantized
+from halfbyte.nn.report import Report, report, verify
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.linear import clear_workspace
 from halfbyte.ops.quantize import quantize

@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from halfbyte.distributed import WrapReport, audit
-from halfbyte.memory.report import Report, report
+from halfbyte.nn.report import Report, report
 from lightning_plugin.distribution import Callback, LightningModule, Trainer, rank_zero_info, rank_zero_warn
 from lightning_plugin.strategy import HalfbyteFSDP2Strategy, HalfbyteFSDPStrategy
 

@@ -25,8 +25,8 @@ from halfbyte.calibration.weights import is_quantizable, pack_, weights_of
 from halfbyte.checkpoint.folder import config_of
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
-from halfbyte.memory.report import report
 from halfbyte.nn.packed import Packed
+from halfbyte.nn.report import report
 from halfbyte.nn.skip import SkipRules, mark_dense, tell_config
 from halfbyte.ops.quantize import quantize
 

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from halfbyte.memory.report import Report
+from halfbyte.nn.report import Report
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from halfbyte.checkpoint.layout import Layout, Slot, apply_layout, fill_rest, pl
 from halfbyte.checkpoint.sources import Entry, Found, Source, TensorSource, module_source, open_source
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
-from halfbyte.memory.report import Report, report
 from halfbyte.nn.packed import as_dtype
+from halfbyte.nn.report import Report, report
 from halfbyte.nn.skip import SkipRules
 
 __all__ = ["load_quantized"]

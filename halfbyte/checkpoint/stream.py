@@ -22,7 +22,7 @@ from halfbyte.checkpoint.load import progress_bar
 from halfbyte.checkpoint.sources import CheckpointSource, Entry, TensorSource, open_source
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
-from halfbyte.memory.report import Report, ReportRow
+from halfbyte.nn.report import Report, ReportRow
 from halfbyte.nn.skip import SkipRules
 from halfbyte.ops.quantize import FLOAT_DTYPES
 

@@ -1,5 +1,17 @@
-"""What a model costs in bytes (`report`), and what training it will (`plan`, which sits above `halfbyte.nn`: import it there)."""
+"""What a model costs in bytes, and what training it will."""
 
-from halfbyte.memory.report import Report, ReportRow, report, verify
+from halfbyte.memory.plan import MemoryPlan, PlanComparison, PlanRow, parse_bytes, plan, plan_formats
+from halfbyte.nn.report import Report, ReportRow, report, verify
 
-__all__ = ["Report", "ReportRow", "report", "verify"]
+__all__ = [
+    "MemoryPlan",
+    "PlanComparison",
+    "PlanRow",
+    "Report",
+    "ReportRow",
+    "parse_bytes",
+    "plan",
+    "plan_formats",
+    "report",
+    "verify",
+]
