@@ -1,5 +1,6 @@
 """What a model costs in bytes, and what training it will."""
 
+from halfbyte.memory.offload import offload_activations
 from halfbyte.memory.plan import MemoryPlan, PlanComparison, PlanRow, parse_bytes, plan, plan_formats
 from halfbyte.nn.report import Report, ReportRow, report, verify
 
@@ -9,6 +10,7 @@ __all__ = [
     "PlanRow",
     "Report",
     "ReportRow",
+    "offload_activations",
     "parse_bytes",
     "plan",
     "plan_formats",

@@ -226,6 +226,7 @@ def plan(
         TypeError: not a module or folder, or parameters of a foreign tensor class.
         FileNotFoundError: the folder has no config.json.
         ImportError: transformers or peft is needed and missing.
+        RuntimeError: a plan for CUDA from a torch that is built without it.
 
     Note:
         Left out: the process itself (Python, libraries, the CUDA context: often 0.3 to 0.8 GB), loading the checkpoint,

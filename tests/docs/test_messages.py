@@ -1,0 +1,67 @@
+"""Every message that docs/troubleshooting.md quotes is one that the source can raise; code in the docs runs."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from halfbyte.nn import QuantLinear
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+HEADINGS = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+GAP = "\0"
+
+
+def strings_of(file: Path) -> list[str]:
+    """All string literals of a Python file; adjacent ones joined, f-string fields as gaps."""
+    found = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            found.append("".join(part.value if isinstance(part, ast.Constant) else GAP for part in node.values))
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.append(node.value)
+    return found
+
+
+@pytest.fixture(scope="module")
+def messages() -> list[str]:
+    packages = ("halfbyte", "lightning_plugin", "peft_bridge")
+    return [text for package in packages for file in (ROOT / package).rglob("*.py") for text in strings_of(file)]
+
+
+def test_there_are_entries() -> None:
+    assert len(HEADINGS) >= 25
+
+
+@pytest.mark.parametrize("heading", HEADINGS)
+def test_the_message_occurs_in_the_source(heading: str, messages: list[str]) -> None:
+    parts = [part for part in heading.split("…") if part.strip(" :.,;()`")]
+    assert max(map(len, parts)) >= 20, "too little of the message to find it by"
+    pattern = re.compile(".*".join(map(re.escape, parts)), re.DOTALL)
+    assert any(pattern.search(message) for message in messages), heading
+
+
+def test_the_message_of_torch_is_what_a_user_sees() -> None:
+    quoted = "only Tensors of floating point dtype can require gradients"
+    assert quoted in (DOCS / "troubleshooting.md").read_text()
+    with pytest.raises(RuntimeError, match=quoted):
+        QuantLinear(64, 64).weight.requires_grad_(True)
+
+
+@pytest.mark.parametrize("page", ["migrating-from-bitsandbytes.md", "migrating-from-quanto-torchao.md"])
+def test_code_of_a_migration_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}
+    LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4, num_key_value_heads=2)).save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(), re.DOTALL)
+    assert blocks
+    names: dict[str, object] = {"path": "model", "torch": torch}
+    for block in blocks:
+        exec(block, names)
