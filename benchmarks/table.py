@@ -50,10 +50,31 @@ def table(result: dict[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def loading_table(result: dict[str, Any]) -> str:
+    """The figures of bench_loading.py as Markdown."""
+    env = result["environment"]
+    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
+    low, high = env["load_average"]
+    lines = [
+        "## loading",
+        "",
+        f"A random Llama of {result['parameters'] / 1e6:.0f} M parameters in bf16 to nf4 on {result['ranks']} ranks (`bench_loading.py`); "
+        f"{env['cpu']}, {env['isa']}, 1 thread per rank; {versions}; commit {env['commit']}. Other work ran on the machine: load "
+        f"average {low:.0f} to {high:.0f} on {env['cores']} cores, so times are upper bounds; memory doesn't depend on it.",
+        "",
+        "| case | s, slowest rank | peak anonymous MiB per rank | kept MiB per rank |",
+        "|---|---:|---:|---:|",
+    ]
+    for row in result["rows"]:
+        peaks, kept = (" / ".join(f"{size / 2**20:.0f}" for size in row[key]) for key in ("peak_bytes", "kept_bytes"))
+        lines.append(f"| {row['case']} | {sorted(row['seconds'])[len(row['seconds']) // 2]:.2f} | {peaks} | {kept} |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Rewrites or checks benchmarks/README.md."""
     results = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
-    text = "\n".join([HEAD, *(table(result) for result in results)])
+    text = "\n".join([HEAD, *(loading_table(r) if r["benchmark"] == "loading" else table(r) for r in results)])
     target = HERE / "README.md"
     if "--check" in sys.argv:
         if target.read_text() != text:
