@@ -240,7 +240,7 @@ def anonymous_bytes() -> int:
 
 
 class PeakMemory:
-    """`with PeakMemory() as memory:` samples `anonymous_bytes` every 5 ms; `memory.bytes` is the most above the start."""
+    """`with PeakMemory() as memory:` samples `anonymous_bytes` every 5 ms; `memory.bytes` is the most above the start, `.kept` the end."""
 
     def __enter__(self) -> PeakMemory:
         self._start = self._most = anonymous_bytes()
@@ -256,7 +256,8 @@ class PeakMemory:
     def __exit__(self, *exception: object) -> None:
         self._done.set()
         self._thread.join()
-        self._most = max(self._most, anonymous_bytes())
+        now = anonymous_bytes()
+        self._most, self.kept = max(self._most, now), now - self._start
 
     @property
     def bytes(self) -> int:

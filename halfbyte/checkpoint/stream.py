@@ -85,7 +85,7 @@ def quantize_checkpoint(
         ('up.weight',)
     """
     if (model is None) == (linears is None):
-        raise TypeError("quantize_checkpoint: give model or linears: which tensors are linear layers can't be read off names")
+        raise TypeError("quantize_checkpoint: give model or linears: names of tensors don't say which are linear layers")
     if embedding_format is not None and model is None:
         raise TypeError("quantize_checkpoint: embedding_format needs model")
     fmt, folder = Format.parse(format), Path(out)

@@ -146,9 +146,9 @@ def test_bitsandbytes_files(tmp_path: Path, K: int) -> None:
 
 
 def test_what_does_not_fit_is_named(dense: Path, tmp_path: Path) -> None:
+    model = on_meta()
+    model.extra = nn.LayerNorm(3)
     with pytest.raises(QuantizationError, match=r"extra.weight: missing from the checkpoint") as caught:
-        model = on_meta()
-        model.extra = nn.LayerNorm(3)
         load_quantized(model, dense, progress=False)
     assert caught.value.names == ("extra.weight", "extra.bias")
     model = on_meta()
