@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from accelerate.state import AcceleratorState
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
+from peft.utils import other
 from torch import nn
 
 from halfbyte.nn.embedding import QuantEmbedding
@@ -17,22 +19,45 @@ from halfbyte.nn.packed import Packed
 SUPPORTED = "LoRA and its variants (rsLoRA, DoRA, PiSSA, OLoRA, LoftQ), prompt methods, and any method on the dense layers"
 
 
-class _Injection:
-    original: Any = None  # PEFT's own BaseTuner.inject_adapter, while ours stands in its place
+class _Originals:
+    inject: Any = None  # PEFT's own BaseTuner.inject_adapter, while ours stands in its place
+    policy: Any = None  # and peft.utils.other.fsdp_auto_wrap_policy
 
 
 def refuse_unsupported() -> None:
-    """Makes `BaseTuner.inject_adapter`, through which every method adds its layers, check what they were put on."""
-    if _Injection.original is None:
-        _Injection.original = BaseTuner.inject_adapter
+    """Makes PEFT check what it is about to do with packed rows; `accept_unsupported` undoes it.
+
+    `BaseTuner.inject_adapter` is where every method adds its layers; `fsdp_auto_wrap_policy` is what transformers' Trainer
+    and the scripts of PEFT ask before accelerate wraps a model.
+    """
+    if _Originals.inject is None:
+        _Originals.inject, _Originals.policy = BaseTuner.inject_adapter, other.fsdp_auto_wrap_policy
         BaseTuner.inject_adapter = _checked(BaseTuner.inject_adapter)  # type: ignore[method-assign]
+        other.fsdp_auto_wrap_policy = _fsdp2_only(other.fsdp_auto_wrap_policy)
 
 
 def accept_unsupported() -> None:
     """The inverse of `refuse_unsupported`."""
-    if _Injection.original is not None:
-        BaseTuner.inject_adapter = _Injection.original  # type: ignore[method-assign]
-        _Injection.original = None
+    if _Originals.inject is not None:
+        BaseTuner.inject_adapter = _Originals.inject  # type: ignore[method-assign]
+        other.fsdp_auto_wrap_policy = _Originals.policy
+        _Originals.inject = _Originals.policy = None
+
+
+def _fsdp2_only(original: Any) -> Any:
+    @functools.wraps(original)
+    def fsdp_auto_wrap_policy(model: nn.Module) -> Any:
+        plugin = AcceleratorState._shared_state.get("fsdp_plugin")
+        packed = any(isinstance(module, Packed) for module in model.modules())
+        if packed and getattr(plugin, "fsdp_version", 2) == 1:
+            raise NotImplementedError(
+                "accelerate's FSDP1 flattens floating parameters only, packed rows are uint8: set fsdp_version: 2 in "
+                "accelerate's config (fsdp_config={'version': 2} of TrainingArguments), or use Lightning with "
+                "HalfbyteFSDPStrategy, which does FSDP1"
+            )
+        return original(model)
+
+    return fsdp_auto_wrap_policy
 
 
 def _checked(original: Any) -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.nn.tensor_parallel import embed_sharded
 from halfbyte.formats import Format
 from halfbyte.nn.packed import PackedRows, as_dtype
+from halfbyte.nn.tensor_parallel import embed_sharded
 from halfbyte.ops.embedding import embedding
 from halfbyte.ops.quantize import quantize
 from halfbyte.optim.sharding import is_dtensor

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.nn.tensor_parallel import refuse_cut_rows
 from halfbyte.formats import Format
+from halfbyte.nn.tensor_parallel import refuse_cut_rows
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, quantize
 from halfbyte.optim.sharding import is_dtensor
