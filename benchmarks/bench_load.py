@@ -37,6 +37,7 @@ SIZES = {
     "num_key_value_heads": 10,
     "vocab_size": 32000,
 }
+COLUMNS = ("load", "seconds", "low .. high", "peak anonymous MiB", "anonymous MiB after", "peak file MiB")
 LINEARS = 7 * SIZES["num_hidden_layers"]
 
 
@@ -138,7 +139,7 @@ def main() -> None:
     """Runs the rows in turn, prints a table and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, default=Path(__file__).parent / "results/load.json")
+    parser.add_argument("--json", type=Path, help="where to write (default: benchmarks/results/load-ISA.json)")
     parser.add_argument("--child", nargs=2, metavar=("ROW", "FOLDER"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
@@ -164,16 +165,15 @@ def main() -> None:
     rows = []
     for row, rounds in results.items():
         median = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
-        median["seconds_low"], median["seconds_high"] = min(r["seconds"] for r in rounds), max(r["seconds"] for r in rounds)
-        rows.append({"row": row, **median})
-        print(
-            f"{row:26s} {median['seconds']:6.2f} s ({median['seconds_low']:.2f} .. {median['seconds_high']:.2f})  "
-            f"anonymous: peak {median['peak_anonymous_bytes'] / 2**20:7.0f} MiB, after "
-            f"{median['anonymous_bytes_after'] / 2**20:7.0f}; file pages {median['peak_file_bytes'] / 2**20:7.0f}"
-        )
-    result = {"benchmark": "load", "environment": harness.environment(), "parameters": count, "rows": rows}
-    result["rounds"] = args.rounds
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+        low, high = min(each["seconds"] for each in rounds), max(each["seconds"] for each in rounds)
+        kinds = ("peak_anonymous_bytes", "anonymous_bytes_after", "peak_file_bytes")
+        sizes = (f"{median[kind] / 2**20:.0f}" for kind in kinds)
+        rows.append([row, f"{median['seconds']:.2f}", f"{low:.2f} .. {high:.2f}", *sizes])
+    title = (
+        f"Loading a Llama of {count / 1e6:.0f} M parameters from local safetensors, medians of {args.rounds} processes; "
+        f"MiB of RssAnon and RssFile above what the imports took."
+    )
+    harness.save_table("load", title, COLUMNS, rows, args.json)
 
 
 if __name__ == "__main__":

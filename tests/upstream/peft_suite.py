@@ -103,7 +103,8 @@ def make_model(folder: Path) -> None:
 def run(part: list[str], where: Path, environment: dict[str, str]) -> list[dict[str, str]]:
     """Runs one part; returns name, outcome and reason of each test."""
     report = where / "report.xml"
-    arguments = [*part, "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-o", "addopts="]
+    # transformers warns of what this PEFT calls, and its configuration makes errors of that.
+    arguments = [*part, "-q", "-p", "no:cacheprovider", f"--junitxml={report}", "-o", "addopts=", "-o", "filterwarnings="]
     # Imported before collection, so that PEFT is patched as it is for users.
     subprocess.run(
         [sys.executable, "-m", "pytest", "-p", "peft_bridge", *arguments], cwd=where, env=environment, check=False
