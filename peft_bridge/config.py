@@ -31,7 +31,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
             transformers itself leaves alone. Tied modules, `_keep_in_fp32_modules` and layers that the checkpoint does
             not contain (fresh heads) always stay dense.
         compute_dtype: dtype (or its name) that packed layers and the attention around them compute in; None: the dtype of
-            their input. What they return has the dtype that a dense layer would return.
+            their input. What they return has the dtype that the model was loaded in.
         embedding_format: a format for embedding tables that are not tied; None leaves them dense.
         **saved: what an earlier save added (`quant_method`, `modules`: the names of the packed modules, numbers as "*").
 

@@ -5,34 +5,98 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+from accelerate.state import AcceleratorState
+from peft.tuners import boft, miss, oft, shira, vera
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
-from torch import nn
+from peft.utils import other, quantization_utils
+from peft.utils.quantization_utils import QuantizationBackend
+from torch import Tensor, nn
 
 from halfbyte.nn.embedding import QuantEmbedding
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.linear import QuantLinear
 from halfbyte.nn.packed import Packed
 
-SUPPORTED = "LoRA and its variants (rsLoRA, DoRA, PiSSA, OLoRA, LoftQ), prompt methods, and any method on the dense layers"
+SUPPORTED = "LoRA (rsLoRA, DoRA, PiSSA, OLoRA, LoftQ too), BOFT, OFT, MiSS, SHiRA, VeRA, prompts, any method on dense layers"
 
 
-class _Injection:
-    original: Any = None  # PEFT's own BaseTuner.inject_adapter, while ours stands in its place
+class HalfbyteBackend(QuantizationBackend):
+    """What PEFT's BOFT, OFT, MiSS, SHiRA and VeRA ask for a dense weight, and give a merged one to.
+
+    Merging rounds to the format, once more with `unmerge`, as for PEFT's other backends; LoRA layers do both exactly.
+    """
+
+    supports_merge = True
+    backend_name = "halfbyte"
+    layer_type = "linear"
+
+    def get_base_weight(self, base_layer: Any) -> Tensor:
+        """The dense weight of a packed layer, shape (N, K), in the dtype it was built with."""
+        weight: Tensor = base_layer.dequantize(base_layer.dense_dtype)
+        return weight
+
+    def set_base_weight(self, peft_layer: Any, weight_data: Tensor) -> None:
+        """Packs `weight_data`, shape (N, K) of any float dtype, into the base of `peft_layer`."""
+        peft_layer.get_base_layer().quantize_(weight_data.detach())
+
+
+_WITH_BACKEND = (boft, miss, oft, shira, vera)  # the methods whose layers go through a QuantizationBackend
+
+
+def _resolving(original: Any) -> Any:
+    @functools.wraps(original)
+    def resolve_quantization_backend(base_layer: nn.Module, **kwargs: Any) -> Any:
+        return HalfbyteBackend() if isinstance(base_layer, QuantLinear) else original(base_layer, **kwargs)
+
+    return resolve_quantization_backend
+
+
+class _Originals:
+    inject: Any = None  # PEFT's own BaseTuner.inject_adapter, while ours stands in its place
+    policy: Any = None  # and peft.utils.other.fsdp_auto_wrap_policy
+    resolve: Any = None  # and peft.utils.resolve_quantization_backend, as the layers of `_WITH_BACKEND` have imported it
 
 
 def refuse_unsupported() -> None:
-    """Makes `BaseTuner.inject_adapter`, through which every method adds its layers, check what they were put on."""
-    if _Injection.original is None:
-        _Injection.original = BaseTuner.inject_adapter
+    """Makes PEFT check what it is about to do with packed rows; `accept_unsupported` undoes it.
+
+    `BaseTuner.inject_adapter` is where every method adds its layers; `fsdp_auto_wrap_policy` is what transformers' Trainer
+    and the scripts of PEFT ask before accelerate wraps a model.
+    """
+    if _Originals.inject is None:
+        _Originals.inject, _Originals.policy = BaseTuner.inject_adapter, other.fsdp_auto_wrap_policy
         BaseTuner.inject_adapter = _checked(BaseTuner.inject_adapter)  # type: ignore[method-assign]
+        other.fsdp_auto_wrap_policy = _fsdp2_only(other.fsdp_auto_wrap_policy)
+        _Originals.resolve = quantization_utils.resolve_quantization_backend
+        for method in _WITH_BACKEND:
+            method.layer.resolve_quantization_backend = _resolving(_Originals.resolve)
 
 
 def accept_unsupported() -> None:
     """The inverse of `refuse_unsupported`."""
-    if _Injection.original is not None:
-        BaseTuner.inject_adapter = _Injection.original  # type: ignore[method-assign]
-        _Injection.original = None
+    if _Originals.inject is not None:
+        BaseTuner.inject_adapter = _Originals.inject  # type: ignore[method-assign]
+        other.fsdp_auto_wrap_policy = _Originals.policy
+        for method in _WITH_BACKEND:
+            method.layer.resolve_quantization_backend = _Originals.resolve
+        _Originals.inject = _Originals.policy = _Originals.resolve = None
+
+
+def _fsdp2_only(original: Any) -> Any:
+    @functools.wraps(original)
+    def fsdp_auto_wrap_policy(model: nn.Module) -> Any:
+        plugin = AcceleratorState._shared_state.get("fsdp_plugin")
+        packed = any(isinstance(module, Packed) for module in model.modules())
+        if packed and getattr(plugin, "fsdp_version", 2) == 1:
+            raise NotImplementedError(
+                "accelerate's FSDP1 flattens floating parameters only, packed rows are uint8: set fsdp_version: 2 in "
+                "accelerate's config (fsdp_config={'version': 2} of TrainingArguments), or use Lightning with "
+                "HalfbyteFSDPStrategy, which does FSDP1"
+            )
+        return original(model)
+
+    return fsdp_auto_wrap_policy
 
 
 def _checked(original: Any) -> Any:
@@ -70,6 +134,8 @@ def _check_target(tuner: BaseTuner, config: Any, target: nn.Module, name: str) -
     # AdaLoRA is a LoraModel too, with layers of its own.
     lora = getattr(type(tuner), "_create_new_module", None) is LoraModel._create_new_module
     custom = tuple(getattr(config, "_custom_modules", None) or ())
+    if isinstance(base, QuantLinear) and type(tuner).__module__ in {f"{method.__name__}.model" for method in _WITH_BACKEND}:
+        return
     if lora and isinstance(base, (QuantLinear, *custom)):
         return
     method = getattr(config.peft_type, "value", config.peft_type)

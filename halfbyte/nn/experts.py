@@ -176,7 +176,8 @@ class _Expert:
     def _times(self, input: Tensor, bias: Tensor | None = None) -> Tensor:
         module = self._module
         rows = module.get_parameter(self._name)[self._index]
-        return packed_linear(input, rows, bias, module.format, module.weight_shapes[self._name][2], module.compute_dtype)
+        dtypes = module.compute_dtype, module.dense_dtype
+        return packed_linear(input, rows, bias, module.format, module.weight_shapes[self._name][2], *dtypes)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

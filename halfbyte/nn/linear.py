@@ -30,7 +30,7 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         bias: whether to add a bias, which stays dense and keeps its own dtype.
         format: a `Format` or its name.
         compute_dtype: dtype (or its name) that inputs and the bias are cast to for the product. None: the autocast dtype
-            where autocast is active, else the input's dtype.
+            where autocast is active, else the input's dtype. The output does not follow it, see `forward`.
         activations: "int8" quantizes each row of the input to int8 and multiplies in integers (`halfbyte.ops.int8_linear`;
             format "int8" only); None multiplies the input as it is.
         device: where to put the parameters; on "meta" nothing is computed.
@@ -106,7 +106,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
 
         Returns:
             Shape (..., out_features) in the dtype that a dense layer would return: the autocast dtype where autocast is
-            active, else the input's.
+            active, else the input's. With a `compute_dtype` an input that has it keeps it, and any other comes back in
+            the dtype that the layer was built with, so that it fits the dense layers around.
 
         Raises:
             TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
@@ -117,9 +118,10 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         return self._compute(input, self.packed if self._contained else weight, self.bias)
 
     def _compute(self, input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+        dtypes = self.compute_dtype, self.dense_dtype
         if self.activations is None:
-            return packed_linear(input, packed, bias, self.format, self.in_features, self.compute_dtype)
-        input, bias, apart, returned = in_compute_dtype(input, bias, self.compute_dtype)
+            return packed_linear(input, packed, bias, self.format, self.in_features, *dtypes)
+        input, bias, apart, returned = in_compute_dtype(input, bias, *dtypes)
         with torch.autocast(input.device.type, enabled=False) if apart else nullcontext():
             output = int8_linear_by_id(input, packed, bias, self.in_features)
         return output if output.dtype == returned else output.to(returned)
@@ -134,8 +136,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             scaling: s.
 
         Returns:
-            Shape (..., out_features), of the dtype that `forward` returns; `halfbyte.ops.lora_linear` says what is multiplied
-            in what.
+            Shape (..., out_features), of the dtype that `forward` returns; `halfbyte.ops.lora_linear` says what is
+            multiplied in what.
 
         Raises:
             TypeError: as for `forward`.
@@ -147,7 +149,7 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
                 f"QuantLinear.forward_with_lora: activations must be None, got {self.activations!r}; add the branch to the "
                 f"layer's own output"
             )
-        input, bias, apart, returned = in_compute_dtype(input, self.bias, self.compute_dtype)
+        input, bias, apart, returned = in_compute_dtype(input, self.bias, self.compute_dtype, self.dense_dtype)
         sizes = (self.format.id, self.format.block_size, self.in_features)
         with torch.autocast(input.device.type, enabled=False) if apart else nullcontext():
             output = lora_linear_by_id(input, self.packed, bias, lora_A, lora_B, scaling, [], *sizes)
@@ -223,22 +225,23 @@ def packed_linear(
     format: Format,
     in_features: int,
     compute_dtype: torch.dtype | None,
+    dense_dtype: torch.dtype,
 ) -> Tensor:
     """`halfbyte.ops.linear` in the compute dtype, see `in_compute_dtype`."""
-    input, bias, apart, returned = in_compute_dtype(input, bias, compute_dtype)
+    input, bias, apart, returned = in_compute_dtype(input, bias, compute_dtype, dense_dtype)
     with torch.autocast(input.device.type, enabled=False) if apart else nullcontext():
         output = linear_by_id(input, packed, bias, format.id, format.block_size, in_features)
     return output if output.dtype == returned else output.to(returned)
 
 
 def in_compute_dtype(
-    input: Tensor, bias: Tensor | None, compute_dtype: torch.dtype | None
+    input: Tensor, bias: Tensor | None, compute_dtype: torch.dtype | None, dense_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor | None, bool, torch.dtype]:
     """Input and bias in the compute dtype; None: the autocast dtype where autocast is active, else the input's.
 
     Returns:
         Input, bias, whether autocast has to be left for the product (an explicit compute_dtype wins over it), and the dtype
-        that the result must have: a dense layer's.
+        that the result must have, see `QuantLinear.forward`.
     """
     device_type = input.device.type
     autocast = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
@@ -247,7 +250,7 @@ def in_compute_dtype(
         raise TypeError(
             f"QuantLinear: input must be float32, bfloat16 or float16 (or compute_dtype be set), got {describe(input)}"
         )
-    returned = autocast or input.dtype
+    returned = autocast or (input.dtype if compute_dtype in (None, input.dtype) else dense_dtype)
     if input.dtype != dtype:
         input = input.to(dtype)
     if bias is not None and bias.dtype != dtype:

@@ -1,7 +1,7 @@
 """The user's three dtypes, never confused: what every parameter, activation, query, key, value and gradient is.
 
-The rule: a packed layer multiplies in the compute dtype and returns what a dense layer would; attention around packed
-projections runs in the compute dtype as a whole. Autocast, where active, is the compute dtype of everything it covers.
+The rule: a packed layer multiplies in the compute dtype and returns the dtype it was built with (or its input's, if that is
+the compute dtype); attention around packed projections runs in the compute dtype as a whole. Autocast decides where active.
 """
 
 import itertools
@@ -139,7 +139,7 @@ def test_the_product_itself_runs_in_the_compute_dtype(monkeypatch):
     layer = QuantLinear(64, 64, compute_dtype="bfloat16")
     assert layer(torch.randn(2, 64)).dtype == FP32
     layer.compute_dtype = FP32
-    assert layer(torch.randn(2, 64, dtype=BF16)).dtype == BF16
+    assert layer(torch.randn(2, 64, dtype=BF16)).dtype == FP32  # it was built in it
     with torch.autocast("cpu", BF16):
         assert layer(torch.randn(2, 64)).dtype == BF16  # as nn.Linear returns it
     layer.compute_dtype = None

@@ -1,5 +1,7 @@
 """What else PEFT does on packed models: copies of dense modules, trainable tokens, biases; and what is refused by name."""
 
+import copy
+
 import pytest
 import torch
 from peft import (
@@ -8,10 +10,12 @@ from peft import (
     IA3Config,
     LoHaConfig,
     LoraConfig,
+    MissConfig,
     OFTConfig,
     OSFConfig,
     PeftModel,
     PromptTuningConfig,
+    ShiraConfig,
     VeraConfig,
     get_peft_model,
 )
@@ -82,9 +86,6 @@ def test_what_trains_beside_lora_trains_saves_reloads_and_merges(checkpoint, tok
     [
         ("IA3", IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])),
         ("LOHA", LoHaConfig(target_modules=["q_proj"])),
-        ("OFT", OFTConfig(target_modules=["q_proj"])),
-        ("BOFT", BOFTConfig(target_modules=["q_proj"])),
-        ("VERA", VeraConfig(target_modules=["q_proj"])),
         ("OSF", OSFConfig(target_modules=["q_proj"])),
         ("ADALORA", AdaLoraConfig(target_modules=["q_proj"], total_step=10)),
         ("LORA", LoraConfig(target_modules=["embed_tokens"])),
@@ -103,6 +104,32 @@ def test_other_methods_work_on_dense_layers_and_prompts_on_any_model(checkpoint,
     assert not torch.equal(train(model, tokens)(tokens).logits, load(checkpoint(), skip=("q_proj",))(tokens).logits)
     prompt = get_peft_model(load(checkpoint()), PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3))
     assert prompt(input_ids=tokens).logits.shape == (2, 12, 128)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        OFTConfig(target_modules=["q_proj", "up_proj"], oft_block_size=8, init_weights=False),
+        BOFTConfig(target_modules=["q_proj", "up_proj"], boft_block_size=4, init_weights=False),
+        VeraConfig(target_modules=["q_proj", "up_proj"], r=8, init_weights=False),
+        MissConfig(target_modules=["q_proj", "up_proj"], r=8, init_weights=False),
+        ShiraConfig(target_modules=["q_proj", "up_proj"], r=2, random_seed=0, init_weights=False),
+    ],
+    ids=lambda config: config.peft_type.value,
+)
+def test_methods_with_a_backend_equal_themselves_on_the_dequantized_model(checkpoint, tokens, config):
+    outputs, gradients = [], []
+    for base in (load(checkpoint()), load(checkpoint()).dequantize(torch.float32)):
+        torch.manual_seed(0)
+        model = get_peft_model(base, copy.deepcopy(config))
+        loss = model(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        outputs.append(model.eval()(tokens).logits)
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=1e-3, atol=1e-4)
+    assert gradients[0].keys() == gradients[1].keys() and gradients[0]
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=2e-3, atol=1e-5, msg=name)
 
 
 def test_packed_modules_can_be_neither_copied_nor_trained(checkpoint):

@@ -24,14 +24,19 @@ def test_nothing_is_cast_and_everything_is_frozen(checkpoint, vocabulary):
     assert model.training
 
 
-def test_memory_is_smaller_than_in_16_bit(checkpoint):
-    for vocabulary in (128, 4096):
-        dense = AutoModelForCausalLM.from_pretrained(checkpoint(vocab_size=vocabulary), dtype=torch.bfloat16)
-        packed = get_peft_model(
-            prepare_model(load(checkpoint(vocab_size=vocabulary))), LoraConfig(r=2, target_modules="all-linear")
-        )
-        frozen = sum(p.nbytes for p in packed.parameters() if not p.requires_grad)
-        assert frozen < sum(p.nbytes for p in dense.parameters())
+@pytest.mark.parametrize("vocabulary", [128, 250_000])
+@pytest.mark.parametrize("tied", [True, False])
+def test_memory_is_never_larger_than_in_16_bit(checkpoint, vocabulary, tied):
+    """Also where the embedding is nearly all of the model, which PEFT's own preparation would double."""
+    path = checkpoint(vocab_size=vocabulary, tie_word_embeddings=tied)
+    dense = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    limit = sum(p.nbytes for p in dense.parameters())
+    del dense
+    packed = prepare_model(load(path))
+    assert sum(p.nbytes for p in packed.parameters()) < limit
+    adapted = get_peft_model(packed, LoraConfig(r=2, target_modules="all-linear"))
+    assert sum(p.nbytes for p in adapted.parameters() if not p.requires_grad) < limit
+    assert {p.dtype for p in adapted.parameters() if not p.requires_grad} == {torch.uint8, torch.bfloat16}
 
 
 @pytest.mark.parametrize("order", ["prepare first", "adapters first"])

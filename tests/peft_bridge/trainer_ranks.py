@@ -1,19 +1,19 @@
-"""One of the ranks that test_trainers.py starts: `trainer_ranks.py CHECKPOINT FOLDER hf|sft FSDP_VERSION`."""
+"""One of the ranks that test_trainers.py starts: `trainer_ranks.py CHECKPOINT FOLDER hf|sft`."""
 
 import os
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
-checkpoint, folder, kind, version = sys.argv[1:]
-os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION=version, HF_HUB_OFFLINE="1")
+checkpoint, folder, kind = sys.argv[1:]
+os.environ.update(ACCELERATE_USE_CPU="true", FSDP_VERSION="2", HF_HUB_OFFLINE="1")
 os.environ["LOCAL_WORLD_SIZE"] = os.environ["WORLD_SIZE"]
 
-import accelerate.state
-import torch
-import torch.distributed as dist
-from accelerate.utils import DistributedType
-from torch.distributed.tensor import DTensor
+import accelerate.state  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from accelerate.utils import DistributedType  # noqa: E402
+from torch.distributed.tensor import DTensor  # noqa: E402
 
 
 def force_fsdp():
@@ -39,7 +39,7 @@ def main():
     settings = {
         "fsdp": True,
         "fsdp_config": {
-            "version": int(version),
+            "version": 2,
             "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
             "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"],
             "cpu_ram_efficient_loading": False,
@@ -47,13 +47,6 @@ def main():
         },
         "per_device_train_batch_size": 2,
     }
-    if version == "1":
-        try:
-            run(kind, checkpoint, folder, **settings)
-        except NotImplementedError as refused:
-            text = str(refused)
-            print("REFUSED" if "FSDP1" in text and "fsdp_version: 2" in text else text)
-        return
     trainer = run(kind, checkpoint, folder, **settings)
     assert trainer.is_fsdp_enabled
     assert trainer.accelerator.distributed_type == DistributedType.FSDP
