@@ -1,9 +1,12 @@
 """Loss of calibrated against plain 4-bit weights on held-out text; every row is written as soon as it is measured.
 
     python benchmarks/bench_calibration.py --model FOLDER [--held-out-tokens 20480] [--only nf4 ...] [--output FILE.json]
+    python benchmarks/bench_calibration.py --train FOLDER --output benchmarks/results/calibration-gpt2.json
 
 FOLDER is a dense Hugging Face causal language model (examples/smollm2.py makes one). Held out and same-domain calibration
-text: pages of `pydoc_data.topics`, every fifth page held out; the other domain: sources of the standard library.
+text: pages of `pydoc_data.topics`, every fifth page held out; the other domain: sources of the standard library. --train
+first makes a small GPT-2 over bytes there (seconds to evaluate; another architecture, not a real model). A run that is
+started again measures only the rows its output file lacks.
 """
 
 from __future__ import annotations
@@ -15,16 +18,19 @@ import shutil
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import halfbyte
 import peft_bridge
+from halfbyte.calibration.decoder import decoder_blocks
+from halfbyte.nn.conv1d import linear_shape, linear_weight
 
 ROWS: list[tuple[str, str, str]] = [  # name, format, calibration text ("" for none: plain absmax)
     ("nf4 calibrated, same domain", "nf4", "pages"),
@@ -47,12 +53,42 @@ def texts() -> tuple[str, str, str]:
     names = sorted(topics)
     held_out = names[::5]
     stdlib = Path(sysconfig.get_paths()["stdlib"])
-    source = [stdlib / name for name in ("argparse.py", "tarfile.py", "inspect.py", "ast.py", "datetime.py", "pathlib.py")]
+    source = [stdlib / f"{name}.py" for name in ("argparse", "tarfile", "inspect", "ast", "datetime", "pathlib")]
     return (
         "\n".join(topics[name] for name in held_out),
         "\n".join(topics[name] for name in names if name not in held_out),
         "\n".join(path.read_text() for path in source if path.is_file()),
     )
+
+
+def encoder(path: str) -> Callable[[str], Tensor]:
+    """Text to token ids by the folder's tokenizer; to bytes where it has none."""
+    if not Path(path, "tokenizer.json").is_file():
+        return lambda text: torch.tensor(list(text.encode()))
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    return lambda text: torch.tensor(tokenizer(text, verbose=False).input_ids)
+
+
+def train(path: str, text: str, steps: int = 200) -> None:
+    """Trains a GPT-2 of 4 layers and width 256 over bytes, 4 x 512 of them a step, and saves it."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=256, n_positions=512, n_embd=256, n_layer=4, n_head=4)
+    model = GPT2LMHeadModel(config).train()
+    ids = torch.tensor(list(text.encode()))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
+    for step in range(steps):
+        starts = torch.randint(0, len(ids) - 512, (4,))
+        batch = torch.stack([ids[start : start + 512] for start in starts])
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if step % 50 == 49:
+            print(f"step {step + 1}: {float(loss.detach()):.3f} nats per byte", flush=True)
+    model.save_pretrained(path)
 
 
 @torch.inference_mode()
@@ -75,17 +111,20 @@ def bitsandbytes_loss(path: str, dtype: torch.dtype, blocks: Tensor) -> float:
     import bitsandbytes.functional as bnb
 
     model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
-    _, decoder = halfbyte.calibration.decoder.decoder_blocks(model)
+    _, decoder = decoder_blocks(model)
     for layer in decoder.modules():
-        if type(layer) is nn.Linear:
-            codes, state = bnb.quantize_4bit(layer.weight.data.float(), blocksize=64, quant_type="nf4")
-            layer.weight.data.copy_(bnb.dequantize_4bit(codes, state).view_as(layer.weight))
+        if linear_shape(layer):
+            rows = linear_weight(layer, layer.weight.data).float()
+            codes, state = bnb.quantize_4bit(rows, blocksize=64, quant_type="nf4")
+            layer.weight.data.copy_(linear_weight(layer, bnb.dequantize_4bit(codes, state)))
     return loss_on(model, blocks)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a dense model")
+    which = parser.add_mutually_exclusive_group(required=True)
+    which.add_argument("--model", help="folder of a dense model")
+    which.add_argument("--train", help="folder to make a small one in")
     parser.add_argument("--held-out-tokens", type=int, default=20480)
     parser.add_argument("--tokens", type=int, default=8192, help="to calibrate on")
     parser.add_argument("--only", nargs="*", help="measure the rows whose names hold one of these")
@@ -94,14 +133,26 @@ def main() -> None:
     args = parser.parse_args()
     logging.set_verbosity_error()
     held_out, pages, source = texts()
-    tokenizer = AutoTokenizer.from_pretrained(args.model)
-    ids = torch.tensor(tokenizer(held_out, verbose=False).input_ids)
+    if args.train:
+        args.model = args.train
+        if not Path(args.model, "config.json").is_file():
+            train(args.model, pages)
+    encode = encoder(args.model)
+    ids = encode(held_out)
     blocks = ids[: min(len(ids), args.held_out_tokens) // 512 * 512].view(-1, 512)
     dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
     done: dict[str, Any] = json.loads(args.output.read_text()) if args.output.is_file() else {}
     rows: dict[str, Any] = done.setdefault("rows", {})
-    done |= {"model": Path(args.model).name, "held_out_tokens": blocks.numel(), "calibration_tokens": args.tokens}
-    done |= {"dtype": str(dtype), "torch": torch.__version__, "threads": torch.get_num_threads(), "machine": platform.machine()}
+    done |= {"model": "GPT-2 over bytes, trained here" if args.train else Path(args.model).name}
+    done |= {"held_out_tokens": blocks.numel(), "calibration_tokens": args.tokens}
+    if args.train:
+        dtype = torch.float32
+    done |= {
+        "dtype": str(dtype),
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "machine": platform.machine(),
+    }
 
     def record(name: str, loss: float, **more: Any) -> None:
         rows[name] = {"loss": loss, "increase": loss - rows["dense"]["loss"] if name != "dense" else 0.0, **more}
@@ -122,14 +173,13 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             method = "scales" if text == "scales" else "feedback"
-            started = time.perf_counter()
-            report = halfbyte.calibrate(
-                args.model, source if text == "source" else pages, format, method=method, tokens=args.tokens, out=Path(folder, "q")
-            )
-            seconds = time.perf_counter() - started
+            started, used = time.perf_counter(), time.process_time()
+            data, out = encode(source if text == "source" else pages), Path(folder, "q")
+            report = halfbyte.calibrate(args.model, data, format, method=method, tokens=args.tokens, out=out)
+            seconds, used = time.perf_counter() - started, time.process_time() - used
             mean = sum((layer.error or 0) / (layer.plain_error or 1) for layer in report.layers) / len(report.layers)
             loss = loss_on(AutoModelForCausalLM.from_pretrained(Path(folder, "q")).eval(), blocks)
-            record(name, loss, seconds=round(seconds, 1), output_error_over_plain=round(mean, 4))
+            record(name, loss, seconds=round(seconds, 1), cpu_seconds=round(used, 1), output_error_over_plain=round(mean, 4))
             if args.keep and name.startswith("nf4 calibrated, same"):
                 shutil.copytree(Path(folder, "q"), args.keep, dirs_exist_ok=True)
     if wanted("bitsandbytes nf4"):

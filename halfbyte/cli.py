@@ -102,6 +102,8 @@ def _parser() -> argparse.ArgumentParser:
     quantize.add_argument("src", type=Path, metavar="SRC", help="a transformers folder, or a .gguf file beside its config")
     quantize.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
     quantize.add_argument("--format", type=_format, default="nf4", help="(nf4)")
+    quantize.add_argument("--calibrate", type=Path, metavar="TEXT", help="a text file or folder to choose the codes by")
+    quantize.add_argument("--tokens", type=int, default=8192, help="of that text (8192)")
     return parser
 
 
@@ -250,6 +252,8 @@ def _quantize(args: argparse.Namespace) -> tuple[Any, str]:
         raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got 'dense'")
     stream: Any = importlib.import_module("halfbyte.checkpoint")
     progress = sys.stderr.isatty()
+    if args.calibrate is not None:
+        return _calibrate(args)
     if args.src.suffix == ".gguf":
         tensors, model = _decoded_gguf(args.src)
         config = json.loads(model.config.to_json_string())
@@ -259,6 +263,11 @@ def _quantize(args: argparse.Namespace) -> tuple[Any, str]:
         done = stream.quantize_checkpoint(args.src, args.out, args.format, model=model, progress=progress)
     data = {"out": str(args.out), "bytes": done.bytes, "dense_bytes": done.dense_bytes, "quantized": len(done.quantized)}
     return data, f"{done}\n{args.out}"
+
+
+def _calibrate(args: argparse.Namespace) -> tuple[Any, str]:
+    done = halfbyte.calibrate(args.src, args.calibrate, args.format, tokens=args.tokens, out=args.out)
+    return {"out": str(args.out), **json.loads(done.to_json())}, f"{done}\n{args.out}"
 
 
 def _decoded_gguf(file: Path) -> tuple[dict[str, torch.Tensor], Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -46,19 +47,32 @@ class Moment:
             return None
         dead = int((diagonal == 0).sum())
         order = column_order(diagonal, block_size)
-        ordered = mean[order][:, order].double()
+        importance = diagonal[order]
         damping = DAMPING
         while True:
-            damped = ordered.clone()
-            damped.diagonal().add_(damping * average)
-            importance = damped.diagonal().float()
-            lower, failed = torch.linalg.cholesky_ex(damped)
-            if not int(failed):
-                upper, failed = torch.linalg.cholesky_ex(torch.cholesky_inverse(lower), upper=True)
-                factor = upper.float()
-                if not int(failed) and bool(torch.isfinite(factor).all()) and bool((factor.diagonal() > 0).all()):
-                    return Solved(mean, order, factor.contiguous(), importance, dead, damping)
+            factor = _factor(mean, order, damping * average)
+            if factor is not None:
+                return Solved(mean, order, factor, importance + damping * average, dead, damping)
             damping *= 10.0  # singular to working precision
+
+
+def _factor(mean: Tensor, order: Tensor, added: float) -> Tensor | None:
+    """Upper Cholesky factor of the inverse of the damped moment in an order; None if that fails.
+
+    In float64, of which no more than two K x K matrices exist at a time (K = 14336: 1.6 GB each).
+    """
+    matrix = mean[order][:, order].double()
+    matrix.diagonal().add_(added)
+    for step in (torch.linalg.cholesky_ex, torch.cholesky_inverse, lambda m: torch.linalg.cholesky_ex(m, upper=True)):
+        result: Any = step(matrix)
+        if isinstance(result, Tensor):
+            matrix = result
+        elif int(result.info):
+            return None
+        else:
+            matrix = result.L
+    factor = matrix.float().contiguous()
+    return factor if bool(torch.isfinite(factor).all()) and bool((factor.diagonal() > 0).all()) else None
 
 
 @dataclass(frozen=True)
