@@ -29,10 +29,15 @@ def table(result: dict[str, Any]) -> str:
     """One benchmark's comparisons as Markdown."""
     env = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    lines = [
+    head = [
         f"## {result['benchmark']}",
         "",
         f"{env['cpu']}, {env['isa']}, {env['threads']} threads; {versions}; commit {env['commit']}.",
+    ]
+    if "tables" in result:  # not timings: the benchmark says what its columns are
+        return "\n".join([*head, *(line for part in result["tables"] for line in _given(part))]) + "\n"
+    lines = [
+        *head,
         "",
         "| work | case | ms | low .. high | times ours | quiet samples |",
         "|---|---|---:|---|---:|---:|",
@@ -48,6 +53,13 @@ def table(result: dict[str, Any]) -> str:
             lines.append(f"| {title} | {row['name']} | {ms} | {shown} | {row['quiet']} of {row['samples']} |")
             title = ""
     return "\n".join(lines) + "\n"
+
+
+def _given(part: dict[str, Any]) -> list[str]:
+    """A table with the columns it brings; all but the first two are numbers."""
+    rule = "|".join("---" if i < 2 else "---:" for i in range(len(part["columns"])))
+    rows = [" | ".join(row) for row in [part["columns"], *part["rows"]]]
+    return ["", f"{part['title']}:", "", f"| {rows[0]} |", f"|{rule}|", *(f"| {row} |" for row in rows[1:])]
 
 
 def main() -> None:
