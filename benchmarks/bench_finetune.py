@@ -120,14 +120,12 @@ def main() -> None:
         speed = f"{BATCH * LENGTH / best['seconds']:.0f}"
         memory = [f"{value / 1e6:.0f}" for value in (best["weights"], min(r["peak"] for r in results))]
         rows.append([case, speed, f"{min(r['loading'] for r in results):.1f}", *memory, f"{best['losses'][-1]:.4f}"])
-    harness.save_table(
-        "finetune",
-        f"LoRA r={RANK} on all linear layers of SmolLM2-135M, {BATCH} x {LENGTH} tokens a step, "
-        f"{args.steps + 1} steps: fastest step; memory in MB, peak is anonymous memory above the imports.",
-        ["case", "tokens/s", "load s", "weights MB", "peak MB", "last loss"],
-        rows,
-        args.json,
+    title = (
+        f"LoRA r={RANK} on all linear layers of SmolLM2-135M, {BATCH} x {LENGTH} tokens a step, {args.steps + 1} steps: "
+        "fastest step; memory in MB, peak is anonymous memory above the imports."
     )
+    columns = ["case", "tokens/s", "load s", "weights MB", "peak MB", "last loss"]
+    harness.save_tables("finetune", [harness.Table(title, columns, rows)], args.json)
 
 
 if __name__ == "__main__":

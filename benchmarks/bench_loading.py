@@ -207,14 +207,12 @@ def main() -> None:
         peaks = [f"{min(run[rank]['peak'] for run in runs) / 2**20:.0f}" for rank in range(args.ranks)]
         kept = [f"{min(run[rank]['kept'] for run in runs) / 2**20:.0f}" for rank in range(args.ranks)]
         rows.append([f"{case}: {CASES[case]}", f"{min(seconds):.2f}", " / ".join(peaks), " / ".join(kept)])
-    harness.save_table(
-        "loading",
+    title = (
         f"A random Llama of {parameters / 1e6:.0f} M parameters, bf16 on disk, to nf4 on {args.ranks} ranks of one thread: the "
-        "slowest rank's time (best of the repeats) and anonymous memory above the imports, per rank.",
-        ["case", "s", "peak MiB per rank", "kept MiB per rank"],
-        rows,
-        args.json,
+        "slowest rank's time (best of the repeats), anonymous memory above the imports per rank."
     )
+    columns = ["case", "s", "peak MiB per rank", "kept MiB per rank"]
+    harness.save_tables("loading", [harness.Table(title, columns, rows)], args.json)
 
 
 if __name__ == "__main__":

@@ -240,7 +240,7 @@ def anonymous_bytes() -> int:
 
 
 class PeakMemory:
-    """`with PeakMemory() as memory:` samples `anonymous_bytes` every 5 ms; `memory.bytes` is the most above the start, `.kept` the end."""
+    """`with PeakMemory() as memory:` samples `anonymous_bytes` every 5 ms: most (`.bytes`) and last (`.kept`) above the start."""
 
     def __enter__(self) -> PeakMemory:
         self._start = self._most = anonymous_bytes()
@@ -272,24 +272,32 @@ def in_child(script: str, *arguments: str, timeout: float = 1800) -> dict[str, A
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def save_table(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], path: Path | None) -> None:
-    """Prints a table and writes it as JSON with the environment; `table.py` puts it into README.md.
+@dataclass(frozen=True)
+class Table:
+    """A finished table: one sentence on what was measured and in which units, headings, rows of strings and numbers."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+
+def save_tables(name: str, tables: Sequence[Table], path: Path | None) -> None:
+    """Prints tables and writes them as JSON with the environment; `table.py` puts them into README.md.
 
     Args:
         name: of the benchmark.
-        title: what was measured, in one sentence with its units.
-        columns: headings; the first one names the row.
-        rows: strings and numbers, one per column.
+        tables: what to write.
         path: None: benchmarks/results/NAME-ISA.json.
     """
     env = environment()
     target = path or ROOT / "benchmarks" / "results" / f"{name}-{env['isa']}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    content = {"benchmark": name, "environment": env, "title": title, "columns": [*columns], "rows": [[*r] for r in rows]}
+    content = {"benchmark": name, "environment": env, "tables": [asdict(table) for table in tables]}
     target.write_text(json.dumps(content, indent=1) + "\n")
-    print(f"\n{title}")
-    for row in [columns, *rows]:
-        print("  ".join(f"{value:<34}" if i == 0 else f"{value!s:>16}" for i, value in enumerate(row)))
+    for table in tables:
+        print(f"\n{table.title}")
+        for row in [table.columns, *table.rows]:
+            print("  ".join(f"{value!s:<40}" if i == 0 else f"{value!s:>16}" for i, value in enumerate(row)))
     print(f"wrote {target}")
 
 

@@ -34,11 +34,14 @@ def heading(result: dict[str, Any]) -> list[str]:
 
 
 def plain(result: dict[str, Any]) -> str:
-    """A benchmark that is one table (harness.save_table) as Markdown."""
-    lines = [*heading(result), result["title"], "", "| " + " | ".join(result["columns"]) + " |"]
-    lines.append("|---|" + "---:|" * (len(result["columns"]) - 1))
-    lines += ["| " + " | ".join(str(value) for value in row) + " |" for row in result["rows"]]
-    return "\n".join(lines) + "\n"
+    """A benchmark that gives whole tables (harness.save_tables) as Markdown."""
+    lines = heading(result)
+    for table in result["tables"]:
+        rows = [[str(value) for value in row] for row in [table["columns"], *table["rows"]]]
+        rule = "|---|" + "---:|" * (len(rows[0]) - 1)
+        head, *body = [f"| {' | '.join(row)} |" for row in rows]
+        lines += [table["title"], "", head, rule, *body, ""]
+    return "\n".join(lines)
 
 
 def comparisons(result: dict[str, Any]) -> str:
