@@ -63,26 +63,38 @@ template <bool SIGNED>
   }
 }
 
+// What each of a group's vectors is multiplied with: vectors of one block share it, rows of one vector have their own.
+struct OneFactor {
+  float value;
+  float of(int) const { return value; }
+};
+struct FactorPerVector {
+  float value[4];
+  float of(int vector) const { return value[vector]; }
+};
+
 // Codes of x * factor for VECTORS vectors; writes kGroup bytes, zero after those.
-template <bool SIGNED, int VECTORS>
-inline void encode_group(const float* x, float factor, uint8_t* codes) {
+template <bool SIGNED, int VECTORS, class Factor>
+inline void encode_group(const float* x, const Factor& factor, uint8_t* codes) {
   constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
   Ints nearest_tie = splat_bits(0xFFFFFFFFu), code[4] = {splat_bits(0), splat_bits(0), splat_bits(0), splat_bits(0)};
 #pragma GCC unroll 4
   for (int j = 0; j < VECTORS; ++j) {
     const Floats value = load(x + j * kWidth);
     if (SIGNED) {
-      const Floats a = mul(from_bits(bit_and(bits(value), splat_bits(0x7FFFFFFFu))), splat(factor));
+      const Floats a = mul(from_bits(bit_and(bits(value), splat_bits(0x7FFFFFFFu))), splat(factor.of(j)));
       const Ints m = magnitude(map, a, nearest_tie);
       code[j] = add_ints(negate_if_negative(m, value), splat_bits(127));
     } else {
-      const Ints m = magnitude(map, mul(value, splat(factor)), nearest_tie);
+      const Ints m = magnitude(map, mul(value, splat(factor.of(j))), nearest_tie);
       // By the value itself: a positive one whose product underflows is still positive.
       code[j] = keep_if_positive(sub_ints(m, splat_bits(1)), value);
     }
   }
   store_codes(codes, code);
-  if (any_below(nearest_tie, 2 * kNearTie)) [[unlikely]] settle_ties<SIGNED>(x, factor, codes, VECTORS * kWidth);
+  if (any_below(nearest_tie, 2 * kNearTie)) [[unlikely]] {
+    for (int j = 0; j < VECTORS; ++j) settle_ties<SIGNED>(x + j * kWidth, factor.of(j), codes + j * kWidth, kWidth);
+  }
 }
 
 // Moments that are not both finite become 0 and leave their block's scales alone; returns the scales' bits. `second` may be null.
@@ -117,17 +129,36 @@ inline void encode_block(float* x, int64_t count, uint32_t absmax_bits, uint8_t*
     factor = 1.0f / (*scale * 0.25f);
   }
   int64_t i = 0;
-  for (; i + kGroup <= count; i += kGroup) encode_group<SIGNED, 4>(x + i, factor, codes + i);
+  for (; i + kGroup <= count; i += kGroup) encode_group<SIGNED, 4>(x + i, OneFactor{factor}, codes + i);
   if (i < count) {  // rows of a LoRA matrix are one vector or two: encode no more than that
     uint8_t tail[kGroup];
     switch ((count - i + kWidth - 1) / kWidth) {
-      case 1: encode_group<SIGNED, 1>(x + i, factor, tail); break;
-      case 2: encode_group<SIGNED, 2>(x + i, factor, tail); break;
-      case 3: encode_group<SIGNED, 3>(x + i, factor, tail); break;
-      default: encode_group<SIGNED, 4>(x + i, factor, tail); break;
+      case 1: encode_group<SIGNED, 1>(x + i, OneFactor{factor}, tail); break;
+      case 2: encode_group<SIGNED, 2>(x + i, OneFactor{factor}, tail); break;
+      case 3: encode_group<SIGNED, 3>(x + i, OneFactor{factor}, tail); break;
+      default: encode_group<SIGNED, 4>(x + i, OneFactor{factor}, tail); break;
     }
     memcpy(codes + i, tail, size_t(count - i));
   }
+}
+
+// Whether a block of this absmax takes the usual way through encode_block: not zero, finite, with a reciprocal.
+inline bool is_plain(uint32_t absmax_bits) { return absmax_bits - 1u < float_bits(0x1p126f); }
+
+// 4 vectors that are 4 / V rows of V vectors, contiguous: codes and the scale of each row.
+template <bool SIGNED, int V>
+inline void encode_rows(float* x, const uint32_t (&absmax_bits)[4 / V], uint8_t* codes, float* scales) {
+  bool plain = true;
+  for (int r = 0; r < 4 / V; ++r) plain &= is_plain(absmax_bits[r]);
+  if (!plain) [[unlikely]] {
+    for (int r = 0; r < 4 / V; ++r)
+      encode_block<SIGNED>(x + r * V * kWidth, V * kWidth, absmax_bits[r], codes + r * V * kWidth, scales + r);
+    return;
+  }
+  FactorPerVector factor;
+  for (int j = 0; j < 4; ++j) factor.value[j] = 1.0f / bits_float(absmax_bits[j / V]);
+  for (int r = 0; r < 4 / V; ++r) scales[r] = bits_float(absmax_bits[r]);
+  encode_group<SIGNED, 4>(x, factor, codes);
 }
 
 }  // namespace

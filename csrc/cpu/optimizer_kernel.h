@@ -136,8 +136,55 @@ void update_block(const OptimizerBlock<P, G>& block, int64_t count, float* first
   if constexpr (kTwo) encode_block<false>(second, count, most.second, block.second_codes, second_scale);
 }
 
+// Rows of V vectors, one block each, as the matrices of LoRA have them: 4 vectors at a time, so that the work of several rows
+// overlaps. Alone, a row of 16 waits for its maximum, its reciprocal and its codes one after the other: 58 ns, here 27.
+// Takes whole groups of rows [begin, end); returns the first row left. Bits as update_block's.
+template <OptimizerRule RULE, class P, class G, int V>
+int64_t update_narrow(const OptimizerTensor& t, const OptimizerScalars& s, int64_t begin, int64_t end) {
+  constexpr bool kTwo = has_second_moment(RULE);
+  constexpr int kRows = 4 / V;
+  const bool stochastic = s.stochastic && sizeof(P) == 2;
+  BlockFactors f(s, 0.0f, 0.0f);
+  for (; begin + kRows <= end; begin += kRows) {
+    alignas(64) float first[kGroup], second[kTwo ? kGroup : 1], fresh[kGroup];
+    const int64_t start = begin * t.row_length;
+    const OptimizerBlock<P, G> block{static_cast<P*>(t.param) + start, static_cast<const G*>(t.grad) + start, t.codes[0] + start,
+                                     kTwo ? t.codes[1] + start : nullptr};
+    float* const first_scale = t.scales[0] + begin;
+    float* const second_scale = kTwo ? t.scales[1] + begin : first_scale;
+    Ints first_max[kRows], second_max[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) first_max[r] = second_max[r] = splat_bits(0);
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; ++j) {
+      const int r = j / V, i = j * kWidth;
+      f.first_keep = splat(first_scale[r] * s.first_keep);
+      f.second_keep = splat(second_scale[r] * s.second_keep);
+      const OptimizerBlock<P, G> at{block.param + i, block.grad + i, block.first_codes + i, kTwo ? block.second_codes + i : nullptr};
+      const Floats param = update_vector<RULE, P, G>(at, f, first + i, kTwo ? second + i : second);
+      if (stochastic) store(fresh + i, param);
+      else store_as(at.param, param);
+      first_max[r] = maximum_unsigned(first_max[r], bit_and(bits(load(first + i)), splat_bits(0x7FFFFFFFu)));
+      if constexpr (kTwo)
+        second_max[r] = maximum_unsigned(second_max[r], bit_and(bits(load(second + i)), splat_bits(0x7FFFFFFFu)));
+    }
+    if (stochastic) round_stochastic(fresh, kGroup, t.element_offset + uint64_t(start), s.seed, s.step, block.param);
+    uint32_t first_bits[kRows], second_bits[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      first_bits[r] = largest(first_max[r]);
+      second_bits[r] = largest(second_max[r]);
+    }
+    encode_rows<true, V>(first, first_bits, block.first_codes, first_scale);
+    if constexpr (kTwo) encode_rows<false, V>(second, second_bits, block.second_codes, second_scale);
+  }
+  return begin;
+}
+
 template <OptimizerRule RULE, class P, class G>
 void update_blocks(const OptimizerTensor& t, const OptimizerScalars& s, int64_t begin, int64_t end) {
+  if (t.row_length == kWidth) begin = update_narrow<RULE, P, G, 1>(t, s, begin, end);
+  if (t.row_length == 2 * kWidth) begin = update_narrow<RULE, P, G, 2>(t, s, begin, end);
   int64_t row = begin / t.blocks_per_row, in_row = begin % t.blocks_per_row;
   for (int64_t b = begin; b < end; ++b) {
     const int64_t column = in_row * kStateBlock;

@@ -15,8 +15,9 @@ from halfbyte.ops import optimizer as ops
 
 RULES: tuple[oracle.Rule, ...] = ("adamw", "adam", "lion", "sgd")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# One block, ragged blocks, narrow LoRA rows, more than one trailing dimension, 1-D pieces, single elements, no rows.
-SHAPES = ((5, 256), (3, 300), (9, 8), (6, 16), (2, 3, 129), (700,), (4, 1), (1, 513), (0, 32), (3, 0))
+# One block, ragged blocks, narrow LoRA rows (one and two vectors of each ISA; groups of rows and some left over), more than
+# one trailing dimension, 1-D pieces, single elements, no rows.
+SHAPES = ((5, 256), (3, 300), (9, 8), (11, 16), (7, 32), (2, 3, 129), (700,), (4, 1), (1, 513), (0, 32), (3, 0))
 
 
 def call(

@@ -211,3 +211,34 @@ def test_list_lengths() -> None:
         ops.adamw8bit_step_(*args, **HYPER)
     with pytest.raises(TypeError, match="every list must hold tensors only, got NoneType"):
         ops.adamw8bit_step_([None], *arguments((4, 300))[1:], **HYPER)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("rule", grid.RULES)
+@pytest.mark.parametrize("width", [4, 8, 16, 32])
+def test_narrow_rows_in_groups_are_as_alone(rule: oracle.Rule, width: int) -> None:
+    """Zeros, NaN, Inf, the smallest and the largest numbers in some of the rows that one pass takes together."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in DTYPES:
+        param = torch.randn(13, width, generator=generator).to(dtype)
+        grad = grid.gradient((13, width), dtype, generator)
+        largest = torch.finfo(dtype).max
+        for row, value in enumerate((0.0, None, float("nan"), None, None, float("inf"), largest, 1e-38, None, None, 0.0)):
+            if value is not None:
+                grad[row] = value
+        state = oracle.State.zeros((13, width), rule)
+        codes = [torch.from_numpy(c.copy()) for c in state.codes]
+        scales = [torch.from_numpy(s.copy()) for s in state.scales]
+        apart = [
+            (param[i : i + 1].clone(), [c[i : i + 1].clone() for c in codes], [s[i : i + 1].clone() for s in scales])
+            for i in range(13)
+        ]
+        for count in (1.0, 2.0):
+            steps, h = [torch.tensor(count)], oracle.Hyper(lr=1e-2, weight_decay=0.1, momentum=0.9)
+            grid.call(rule, [param], [grad], [(codes, scales)], h, steps, seed=5)
+            for i, (p, c, s) in enumerate(apart):
+                offset = [i * width]
+                grid.call(rule, [p], [grad[i : i + 1].clone()], [(c, s)], h, steps, seed=5, element_offsets=offset)
+        for i, (p, c, s) in enumerate(apart):
+            assert grid.same(param[i : i + 1], p)
+            assert all(torch.equal(a[i : i + 1], b) for a, b in zip(codes, c, strict=True))
+            assert all(grid.same(a[i : i + 1], b) for a, b in zip(scales, s, strict=True))
