@@ -63,13 +63,14 @@ class MemoryPlan:
         title: what was planned.
         batch_size: rows of the batch.
         seq_len: tokens per row.
+        again: makes the same plan for another (batch_size, seq_len); None for one made by hand.
     """
 
     rows: tuple[PlanRow, ...]
     title: str
     batch_size: int
     seq_len: int
-    _again: Callable[[int, int], MemoryPlan] | None = field(default=None, repr=False, compare=False)
+    again: Callable[[int, int], MemoryPlan] | None = field(default=None, repr=False, compare=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -95,9 +96,9 @@ class MemoryPlan:
         """
         if vary not in ("batch_size", "seq_len"):
             raise ValueError(f"MemoryPlan.fits: vary must be batch_size or seq_len, got {vary!r}")
-        if self._again is None:
+        if self.again is None:
             raise RuntimeError("MemoryPlan.fits: this plan was not made by halfbyte.plan")
-        available, again = parse_bytes(memory), self._again
+        available, again = parse_bytes(memory), self.again
         known: dict[int, int] = {getattr(self, vary): self.peak_bytes}
 
         def peak(size: int) -> int:
@@ -236,7 +237,7 @@ def plan(
         >>> import torch, halfbyte
         >>> model = torch.nn.Sequential(torch.nn.Linear(1024, 1024), torch.nn.Linear(1024, 4))
         >>> plan = halfbyte.plan(model, batch_size=8, seq_len=1, batch=lambda rows, _: torch.zeros(rows, 1024))
-        >>> {row.what: row.bytes for row in plan.rows}["gradients"]
+        >>> {row.what: row.bytes for row in plan.rows}["weights, float32, trainable"]
         4214800
     """
     for argument, value in (("batch_size", batch_size), ("seq_len", seq_len), ("world_size", world_size)):

@@ -69,6 +69,8 @@ class StorageTracker(TorchDispatchMode):
                 self.live[known[0]] -= known[1]
                 self.live[kind] += known[1]
                 self._kinds[key] = (kind, known[1])
+                if self.total == self.peak:  # a gradient gets its name right after it is made
+                    self.at_peak = {each: size for each, size in self.live.items() if size}
             return
         size = storage.nbytes()
         kind = kind or self.kind
