@@ -55,12 +55,16 @@ def loading_table(result: dict[str, Any]) -> str:
     env = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
     low, high = env["load_average"]
+    about = (
+        f"A random Llama of {result['parameters'] / 1e6:.0f} M parameters in bf16 to nf4 on {result['ranks']} ranks "
+        f"(`bench_loading.py`); {env['cpu']}, {env['isa']}, 1 thread per rank; {versions}; commit {env['commit']}. "
+        f"Other work ran on the machine (load average {low:.0f} to {high:.0f} on {env['cores']} cores): times are upper "
+        f"bounds, memory does not depend on it."
+    )
     lines = [
         "## loading",
         "",
-        f"A random Llama of {result['parameters'] / 1e6:.0f} M parameters in bf16 to nf4 on {result['ranks']} ranks (`bench_loading.py`); "
-        f"{env['cpu']}, {env['isa']}, 1 thread per rank; {versions}; commit {env['commit']}. Other work ran on the machine: load "
-        f"average {low:.0f} to {high:.0f} on {env['cores']} cores, so times are upper bounds; memory doesn't depend on it.",
+        about,
         "",
         "| case | s, slowest rank | peak anonymous MiB per rank | kept MiB per rank |",
         "|---|---:|---:|---:|",

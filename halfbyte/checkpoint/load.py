@@ -203,7 +203,7 @@ class _Request:
                 slots,
                 spans,
                 buckets,
-                lambda run: self.each_source(source, layout, lambda found: run(filled.over(found))),
+                lambda run, wanted: self.each_source(source, layout, lambda found: run(filled.over(found)), wanted),
                 tick,
             )
 
@@ -219,14 +219,19 @@ class _Request:
             "model": skeleton(self.model),
         }
 
-    def each_source(self, source: Any, layout: Layout, run: Callable[[Source], None]) -> None:
-        """Runs with the cache's rows if there is one, else with the checkpoint; a cache that is damaged is made anew."""
+    def each_source(
+        self, source: Any, layout: Layout, run: Callable[[Source], None], still_wanted: Callable[[], None] = lambda: None
+    ) -> None:
+        """Runs with the cache's rows if there is one, else with the checkpoint; a cache that is damaged is made anew.
+
+        `still_wanted` raises when the load was given up: making a cache takes long.
+        """
         if self.cache_dir is None:
             run(source)
             source.checkpoint.check_unchanged()
             return
         stored = [entry for entry in layout.entries if entry.name not in layout.fresh]
-        keeper = Cache(self.cache_dir, source, stored, self.verify)
+        keeper = Cache(self.cache_dir, source, stored, self.verify, lambda nbytes: still_wanted())
         if self._ran(keeper, run):
             return
         try:
