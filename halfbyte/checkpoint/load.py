@@ -76,7 +76,8 @@ def load_quantized(
         QuantizationError: a tensor is missing, unexpected, misshapen or damaged; `.names` lists them. Or nothing was packed.
         FileNotFoundError: there is no checkpoint.
         NotImplementedError: it was quantized by something else, or `lazy` with several ranks.
-        ValueError: unknown `format` or `verify`; ranks that differ in arguments or model; FSDP1 (load before wrapping).
+        ValueError: unknown `format` or `verify`; `lazy` with `cache_dir`; ranks that differ in arguments or model; FSDP1
+            (load before wrapping).
         RuntimeError: another rank failed; the text is that of the failure.
 
     Note:
@@ -95,6 +96,10 @@ def load_quantized(
     """
     if verify not in ("fast", "full"):
         raise ValueError(f"load_quantized: verify must be 'fast' or 'full', got {verify!r}")
+    if lazy and cache_dir is not None:
+        raise ValueError(
+            "load_quantized: cache_dir quantizes every layer at once, lazy=True none before its use; choose one"
+        )
     request = _Request(
         model,
         directory_or_checkpoint,
