@@ -208,8 +208,8 @@ def main() -> None:
         kept = [f"{min(run[rank]['kept'] for run in runs) / 2**20:.0f}" for rank in range(args.ranks)]
         rows.append([f"{case}: {CASES[case]}", f"{min(seconds):.2f}", " / ".join(peaks), " / ".join(kept)])
     title = (
-        f"A random Llama of {parameters / 1e6:.0f} M parameters, bf16 on disk, to nf4 on {args.ranks} ranks of one thread: the "
-        "slowest rank's time (best of the repeats), anonymous memory above the imports per rank."
+        f"A random Llama of {parameters / 1e6:.0f} M parameters, bf16 on disk, to nf4 on {args.ranks} ranks of one thread: "
+        "the slowest rank's time (best of the repeats), anonymous memory above the imports per rank."
     )
     columns = ["case", "s", "peak MiB per rank", "kept MiB per rank"]
     harness.save_tables("loading", [harness.Table(title, columns, rows)], args.json)

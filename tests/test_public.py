@@ -17,7 +17,8 @@ PACKAGES = ("halfbyte", "lightning_plugin", "peft_bridge")
 
 def public_objects() -> list[tuple[str, object]]:
     found: dict[str, object] = {}
-    for package in (*PACKAGES, "halfbyte.distributed", "halfbyte.nn", "halfbyte.ops", "halfbyte.optim", "halfbyte.memory"):
+    parts = ("checkpoint", "distributed", "nn", "ops", "optim", "memory")
+    for package in (*PACKAGES, *(f"halfbyte.{part}" for part in parts)):
         module = importlib.import_module(package)
         for name in module.__all__:
             value = getattr(module, name)

@@ -7,7 +7,7 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +31,22 @@ class Cache:
         source: what it is made from.
         entries: what it holds.
         verify: "fast" or "full".
+        tick: called with the bytes of every piece that is hashed or written; may raise to give up.
     """
 
     def __init__(
-        self, cache_dir: str | os.PathLike[str], source: CheckpointSource, entries: Sequence[Entry], verify: str
+        self,
+        cache_dir: str | os.PathLike[str],
+        source: CheckpointSource,
+        entries: Sequence[Entry],
+        verify: str,
+        tick: Callable[[int], None] = lambda nbytes: None,
     ) -> None:
-        self.source, self.entries = source, entries
+        self.source, self.entries, self.tick = source, entries, tick
         made_from = {
             "version": VERSION,
             "path": str(source.checkpoint.path),
-            "files": source.checkpoint.identity(verify),
+            "files": source.checkpoint.identity(verify, tick),
             "tensors": [[e.name, list(e.shape), str(e.dtype), str(e.format)] for e in entries],
         }
         self.key = hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
@@ -88,7 +94,7 @@ class Cache:
         """
         own = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
         try:
-            write_folder(own, self.entries, self.source, key=self.key)
+            write_folder(own, self.entries, self.source, key=self.key, tick=self.tick)
             self.source.checkpoint.check_unchanged()
             try:
                 os.rename(own, self.folder)

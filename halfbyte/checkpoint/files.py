@@ -11,7 +11,7 @@ import json
 import os
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -231,7 +231,7 @@ class Checkpoint:
             if (stat.st_size, stat.st_mtime_ns) != before:
                 raise QuantizationError(f"{file}: was changed while it was being read")
 
-    def identity(self, verify: str) -> list[Any]:
+    def identity(self, verify: str, tick: Callable[[int], None] = lambda nbytes: None) -> list[Any]:
         """What names this very content: per file its size, header and time of change, or with "full" all of its bytes."""
         import hashlib
 
@@ -245,6 +245,7 @@ class Checkpoint:
             for start in range(0, end, _CHUNK):
                 got = os.preadv(descriptor, [memory[: min(_CHUNK, end - start)]], start)
                 digest.update(memory[:got])
+                tick(got)
             found.append([file.name, size, None if verify == "full" else mtime, digest.hexdigest()])
         return found
 

@@ -344,11 +344,16 @@ def _materialize(slot: Slot, tensor: Any, device: torch.device) -> None:
 def fill_rest(model: nn.Module, device: torch.device | None) -> None:
     """Computes what no checkpoint holds and is still on meta: buffers that are not saved, such as rotary frequencies.
 
-    By the model's own `_init_weights` (transformers) or the module's `reset_parameters`.
+    Those that have values only move to `device`. The others are computed by the model's own `_init_weights`
+    (transformers) or the module's `reset_parameters`.
 
     Raises:
         QuantizationError: neither computes it; the buffers are named.
     """
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if device is not None and buffer is not None and buffer.device.type not in ("meta", device.type):
+                module._buffers[name] = buffer.to(device)
     left = []
     initializers: list[Any] = [m._init_weights for m in model.modules() if callable(getattr(m, "_init_weights", None))]
     for path, module in model.named_modules():

@@ -76,7 +76,8 @@ def load_quantized(
         QuantizationError: a tensor is missing, unexpected, misshapen or damaged; `.names` lists them. Or nothing was packed.
         FileNotFoundError: there is no checkpoint.
         NotImplementedError: it was quantized by something else, or `lazy` with several ranks.
-        ValueError: unknown `format` or `verify`; ranks that differ in arguments or model; FSDP1 (load before wrapping).
+        ValueError: unknown `format` or `verify`; `lazy` with `cache_dir`; ranks that differ in arguments or model; FSDP1
+            (load before wrapping).
         RuntimeError: another rank failed; the text is that of the failure.
 
     Note:
@@ -95,6 +96,10 @@ def load_quantized(
     """
     if verify not in ("fast", "full"):
         raise ValueError(f"load_quantized: verify must be 'fast' or 'full', got {verify!r}")
+    if lazy and cache_dir is not None:
+        raise ValueError(
+            "load_quantized: cache_dir quantizes every layer at once, lazy=True none before its use; choose one"
+        )
     request = _Request(
         model,
         directory_or_checkpoint,
@@ -203,7 +208,7 @@ class _Request:
                 slots,
                 spans,
                 buckets,
-                lambda run: self.each_source(source, layout, lambda found: run(filled.over(found))),
+                lambda run, wanted: self.each_source(source, layout, lambda found: run(filled.over(found)), wanted),
                 tick,
             )
 
@@ -219,14 +224,19 @@ class _Request:
             "model": skeleton(self.model),
         }
 
-    def each_source(self, source: Any, layout: Layout, run: Callable[[Source], None]) -> None:
-        """Runs with the cache's rows if there is one, else with the checkpoint; a cache that is damaged is made anew."""
+    def each_source(
+        self, source: Any, layout: Layout, run: Callable[[Source], None], still_wanted: Callable[[], None] = lambda: None
+    ) -> None:
+        """Runs with the cache's rows if there is one, else with the checkpoint; a cache that is damaged is made anew.
+
+        `still_wanted` raises when the load was given up: making a cache takes long.
+        """
         if self.cache_dir is None:
             run(source)
             source.checkpoint.check_unchanged()
             return
         stored = [entry for entry in layout.entries if entry.name not in layout.fresh]
-        keeper = Cache(self.cache_dir, source, stored, self.verify)
+        keeper = Cache(self.cache_dir, source, stored, self.verify, lambda nbytes: still_wanted())
         if self._ran(keeper, run):
             return
         try:

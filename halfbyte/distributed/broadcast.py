@@ -142,7 +142,7 @@ def _distribute(
         buckets = plan_buckets(entries, spans, bucket_bytes)
         ranks.connect(tag)
         if ranks.is_source:
-            send(ranks, targets, spans, buckets, lambda run: run(source), lambda nbytes: None)
+            send(ranks, targets, spans, buckets, lambda run, still_wanted: run(source), lambda nbytes: None)
         else:
             receive(ranks, targets, buckets)
     return {

@@ -234,7 +234,7 @@ def send(
     targets: Sequence[Target],
     spans: Sequence[Sequence[tuple[int, int]]],
     buckets: Sequence[Bucket],
-    each_source: Callable[[Callable[[Source], None]], None],
+    each_source: Callable[[Callable[[Source], None], Callable[[], None]], None],
     tick: Callable[[int], None],
 ) -> None:
     """The source's side: fills, sends, and keeps its own rows.
@@ -244,8 +244,9 @@ def send(
         targets: where this rank keeps the entries.
         spans: of every rank, as for `plan_buckets`.
         buckets: from `plan_buckets`.
-        each_source: calls its argument with a source that fills the entries; again with another one if that turns out to be
-            damaged, which sends everything anew. Runs in a thread.
+        each_source: calls its first argument with a source that fills the entries; again with another one if that turns out
+            to be damaged, which sends everything anew. Runs in a thread; the second argument, to be called every now and
+            then, raises when the load was given up.
         tick: called with the bytes of every bucket sent.
     """
     size = max((bucket.nbytes * (group.world if bucket.scatter else 1) for bucket in buckets), default=0)
@@ -255,11 +256,14 @@ def send(
     for _ in range(2):
         free.put(torch.empty(size, dtype=torch.uint8))
 
+    def still_wanted() -> None:
+        if stop.is_set():
+            raise _Stopped
+
     def fill_all(source: Source) -> None:
         for index, bucket in enumerate(buckets):
             slot = free.get()
-            if stop.is_set():
-                raise _Stopped
+            still_wanted()
             try:
                 _fill(bucket, targets, spans, source, slot)
             except BaseException:
@@ -270,7 +274,7 @@ def send(
     def produce() -> None:
         try:
             with torch.no_grad():
-                each_source(fill_all)
+                each_source(fill_all, still_wanted)
             ready.put(None)
         except _Stopped:
             return

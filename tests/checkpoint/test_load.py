@@ -163,6 +163,8 @@ def test_what_does_not_fit_is_named(dense: Path, tmp_path: Path) -> None:
         load_quantized(born(), dense, "int8", progress=False)
     with pytest.raises(ValueError, match="verify must be 'fast' or 'full', got 'slow'"):
         load_quantized(Net(), dense, verify="slow")
+    with pytest.raises(ValueError, match="lazy=True none before its use; choose one"):
+        load_quantized(Net(), dense, lazy=True, cache_dir=tmp_path)
     with pytest.raises(FileNotFoundError, match="no checkpoint at"):
         load_quantized(Net(), tmp_path / "nowhere")
     with pytest.raises(QuantizationError, match="nothing was quantized"):

@@ -37,6 +37,10 @@ class Block(nn.Module):
         self.gate = nn.Linear(WIDTH, 1)
         self.register_buffer("scale", torch.tensor(2.0))
 
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.norm(input)
+        return input + torch.sigmoid(self.gate(hidden)) * self.down(torch.relu(self.up(hidden))) * self.scale
+
 
 class Model(nn.Module):
     def __init__(self) -> None:
@@ -45,6 +49,12 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block() for _ in range(3))
         self.lm_head = nn.Linear(WIDTH, 51, bias=False)
         self.lm_head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        hidden = self.embedding(tokens)
+        for layer in self.layers:
+            hidden = layer(hidden)
+        return self.lm_head(hidden)
 
 
 def built(format: str = "nf4") -> Model:
@@ -145,13 +155,19 @@ def successes(folder: Path) -> None:
         halfbyte.load_quantized(model, path if rank == 0 else "nowhere", progress=False)
         check(model)
     assert bool(opened) is (rank == 0), opened
+    tokens = torch.arange(20)[None]
+    wanted = model(tokens)
     model = fully_shard(built(), checkpointing=False)
     halfbyte.load_quantized(model, path, source_rank=1, progress=False)
+    assert torch.equal(model(tokens), wanted)  # FSDP2 works with the parameters that it was given
+    model(tokens).sum().backward()
+    assert model.layers[0].norm.weight.grad is not None
     assert not model.layers[0].gate.weight.to_local().numel() or rank == 0
     check(model)
     other = fully_shard(built(), checkpointing=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        other.to_empty(device="cpu")  # as Lightning does: memory that exists is filled in place
         for _ in range(2):  # written, then read
             halfbyte.load_quantized(other, path, cache_dir=folder / "cache", progress=False)
             check(other)
@@ -276,7 +292,15 @@ if __name__ == "__main__":
         whole = (folder / "dense" / "model.safetensors").read_bytes()
         (folder / "truncated" / "model.safetensors").write_bytes(whole[:-1000])
     dist.barrier()
-    if mode == "loads":
+    if mode == "hybrid":
+        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        sharded = fully_shard(built(), mesh=mesh, checkpointing=False)
+        halfbyte.load_quantized(sharded, folder / "dense", progress=False)
+        check(sharded)
+        assert sharded.layers[0].up.weight.to_local().shape[0] == (17, 16)[dist.get_rank() % 2]
+        print("DONE", flush=True)
+        dist.destroy_process_group()
+    elif mode == "loads":
         successes(folder)
         failures(folder)
         print("DONE", flush=True)

@@ -26,6 +26,11 @@ def test_two_ranks_equal_one_process_and_agree_on_failures(tmp_path: Path) -> No
     assert len(re.findall("RAISED", outputs[0])) == len(re.findall("RAISED", outputs[1])) == 9
 
 
+@pytest.mark.slow
+def test_hybrid_sharding_on_four_ranks(tmp_path: Path) -> None:
+    assert all("DONE" in output for output in run_ranks(RANKS, "hybrid", str(tmp_path), world=4))
+
+
 @pytest.mark.parametrize(
     ("case", "killed"),
     [
