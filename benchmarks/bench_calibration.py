@@ -73,17 +73,17 @@ def encoder(path: str) -> Callable[[str], Tensor]:
     return lambda text: torch.tensor(tokenizer(text, verbose=False).input_ids)
 
 
-def train(path: str, text: str, steps: int = 200) -> None:
-    """Trains a GPT-2 of 4 layers and width 256 over bytes, 4 x 512 of them a step, and saves it."""
+def train(path: str, text: str, steps: int = 300) -> None:
+    """Trains a GPT-2 of 2 layers and width 128 over bytes, 4 x 256 of them a step, and saves it."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=256, n_positions=512, n_embd=256, n_layer=4, n_head=4)
+    config = GPT2Config(vocab_size=256, n_positions=256, n_embd=128, n_layer=2, n_head=4)
     model = GPT2LMHeadModel(config).train()
     ids = torch.tensor(list(text.encode()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
     for step in range(steps):
-        starts = torch.randint(0, len(ids) - 512, (4,))
-        batch = torch.stack([ids[start : start + 512] for start in starts])
+        starts = torch.randint(0, len(ids) - 256, (4,))
+        batch = torch.stack([ids[start : start + 256] for start in starts])
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -153,7 +153,7 @@ def main() -> None:
     dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
     if args.train:
         dtype = torch.float32
-    model = "GPT-2 (4 layers, width 256) over bytes, trained by this script" if args.train else Path(args.model).name
+    model = "GPT-2 (2 layers, width 128) over bytes, trained by this script" if args.train else Path(args.model).name
     title = (
         f"{model}: nats per token on {blocks.numel()} held-out tokens of pydoc_data.topics, windows of {blocks.shape[1]}, "
         f"{str(dtype).removeprefix('torch.')}; calibrated on {args.tokens} tokens of other pages, or of Python source"
