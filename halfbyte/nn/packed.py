@@ -14,7 +14,7 @@ from halfbyte.formats import Format
 from halfbyte.nn.tensor_parallel import refuse_cut_rows
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, quantize
-from halfbyte.optim.sharding import is_dtensor
+from halfbyte.optim.sharding import first_row, is_dtensor, local
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -139,7 +139,7 @@ class PackedRows(Packed):
         """Replaces the packed rows by the quantization of a dense weight, in place.
 
         Args:
-            dense_weight: shape (rows, K), float32, bfloat16 or float16.
+            dense_weight: shape (rows, K), float32, bfloat16 or float16. A layer sharded by rows takes the rows it holds.
 
         Raises:
             TypeError: not a float tensor.
@@ -149,6 +149,10 @@ class PackedRows(Packed):
             raise TypeError(f"quantize_: dense_weight must be a {FLOAT_NAMES} tensor, got {describe(dense_weight)}")
         if tuple(dense_weight.shape) != self.weight_shape:
             raise ValueError(f"quantize_: dense_weight must have shape {self.weight_shape}, got {tuple(dense_weight.shape)}")
+        if is_dtensor(self.weight):  # called on each rank, by Lightning for one after a model was built on meta
+            rows, first = local(self.weight), first_row(self.weight)
+            rows.copy_(quantize(dense_weight[first : first + rows.shape[0]], self.format))
+            return
         packed = quantize(dense_weight, self.format)
         if self.weight.is_meta:
             self.weight = nn.Parameter(packed, requires_grad=False)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte.optim.sharding import rows_are_whole
+from halfbyte.optim.sharding import first_row, rows_are_whole
 
 __all__ = ["embed_sharded", "linear_sharded", "refuse_cut_rows"]
 
@@ -92,14 +92,12 @@ def embed_sharded(indices: Tensor, weight: Any, compute: Callable[[Tensor, Tenso
         DTensor of shape (..., K), partial (to be summed) where the weight is sharded.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     placements = [Replicate()] * weight.device_mesh.ndim
     if isinstance(indices, DTensor):
         indices = indices.redistribute(placements=placements).to_local()
     rows = weight.to_local()
-    _, offset = compute_local_shape_and_global_offset(weight.shape, weight.device_mesh, weight.placements)
-    own = indices - offset[0]
+    own = indices - first_row(weight)
     outside = (own < 0) | (own >= rows.shape[0])
     if rows.shape[0]:
         local = compute(own.masked_fill(outside, 0), rows).masked_fill(outside.unsqueeze(-1), 0.0)

@@ -111,11 +111,16 @@ def first_element(param: Any) -> int:
         return piece.offset
     if not is_dtensor(param) or param.dim() == 0:
         return 0
+    row = param.numel() // param.shape[0] if param.shape[0] else 0
+    return first_row(param) * row
+
+
+def first_row(tensor: Any) -> int:
+    """Index of this rank's first row in a DTensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-    _, offset = compute_local_shape_and_global_offset(param.shape, param.device_mesh, param.placements)
-    row = param.numel() // param.shape[0] if param.shape[0] else 0
-    return int(offset[0]) * row
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return int(offset[0])
 
 
 def is_eligible(param: Tensor, override: bool | None = None) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
+import halfbyte
 from halfbyte.nn import QuantEmbedding, QuantLinear
 
 COLWISE = {"up": ColwiseParallel(output_layouts=Replicate()), "one": ColwiseParallel(output_layouts=Replicate())}
@@ -72,6 +73,9 @@ def outputs_may_stay_sharded() -> None:
     parallelize_module(layer, init_device_mesh("cpu", (2,)), ColwiseParallel())
     with torch.no_grad():
         assert torch.equal(layer(input), expected.tensor_split((65,), 1)[dist.get_rank()])
+    dense = torch.arange(129 * 64.0).view(129, 64).sin()
+    layer.quantize_(dense)
+    assert torch.equal(layer.weight.full_tensor(), halfbyte.quantize(dense, "nf4"))
 
 
 def with_fsdp2() -> None:

@@ -56,11 +56,13 @@ def fabric_of(strategy: Any, format: str = "nf4", **kwargs: Any) -> Fabric:
     return fabric
 
 
-def start(fabric: Fabric, seed: int = 0, optimizer: Any = torch.optim.AdamW, jointly: bool = True) -> tuple[Any, Any]:
+def start(
+    fabric: Fabric, seed: int = 0, optimizer: Any = torch.optim.AdamW, jointly: bool = True, empty: bool | None = None
+) -> tuple[Any, Any]:
     def optimizer_of(net: Any) -> Any:
         return optimizer([p for p in net.parameters() if p.requires_grad], lr=LR)
 
-    with fabric.init_module():
+    with fabric.init_module(empty_init=empty):
         net = Tower(seed)
     if jointly:
         return fabric.setup(net, optimizer_of(net))
@@ -89,7 +91,8 @@ def saved_and_resumed(name: str, full: bool, path: Path, optimizer: Any = torch.
     fabric.save(path, {"model": model, "optimizer": stepper, "at": RESUME_AT})
     going_on = train(fabric, model, stepper, range(RESUME_AT, STEPS))
     fabric = fabric_of(STRATEGIES[name](full))
-    model, stepper = start(fabric, seed=77, optimizer=optimizer, jointly=jointly)
+    empty = True if name in ("fsdp1", "fsdp2") and not full and optimizer is torch.optim.AdamW else None  # on meta
+    model, stepper = start(fabric, 77, optimizer, jointly and not empty, empty)
     state = {"model": model, "optimizer": stepper, "at": 0}
     assert fabric.load(path, state) == {} and state["at"] == RESUME_AT
     resumed = train(fabric, model, stepper, range(RESUME_AT, STEPS))

@@ -39,6 +39,11 @@ class TowerBlock(nn.Module):
         self.lora_A = nn.Parameter(torch.randn(2, 64) * 0.1)
         self.lora_B = nn.Parameter(torch.randn(64, 2) * 0.1)
 
+    def reset_parameters(self) -> None:
+        """Called for models built on meta."""
+        nn.init.normal_(self.lora_A, std=0.1)
+        nn.init.normal_(self.lora_B, std=0.1)
+
     def forward(self, input: Tensor) -> Tensor:
         hidden = self.norm(input)
         return input + self.down(nn.functional.gelu(self.up(hidden))) + hidden @ self.lora_A.T @ self.lora_B.T
