@@ -240,7 +240,7 @@ def anonymous_bytes() -> int:
 
 
 class PeakMemory:
-    """`with PeakMemory() as memory:` samples `anonymous_bytes` every 5 ms: most (`.bytes`), last (`.kept`) above the start."""
+    """`with PeakMemory() as memory:` samples `anonymous_bytes` every 5 ms: `.bytes` most, `.kept` last, above the start."""
 
     def __enter__(self) -> PeakMemory:
         self._start = self._most = anonymous_bytes()
