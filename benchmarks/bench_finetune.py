@@ -125,7 +125,7 @@ def main() -> None:
         "fastest step; memory in MB, peak is anonymous memory above the imports."
     )
     columns = ["case", "tokens/s", "load s", "weights MB", "peak MB", "last loss"]
-    harness.save_tables("finetune", [harness.Table(title, columns, rows)], args.json)
+    harness.save_table("finetune", title, columns, rows, args.json)
 
 
 if __name__ == "__main__":

@@ -212,7 +212,7 @@ def main() -> None:
         "the slowest rank's time (best of the repeats), anonymous memory above the imports per rank."
     )
     columns = ["case", "s", "peak MiB per rank", "kept MiB per rank"]
-    harness.save_tables("loading", [harness.Table(title, columns, rows)], args.json)
+    harness.save_table("loading", title, columns, rows, args.json)
 
 
 if __name__ == "__main__":

@@ -9,16 +9,16 @@ than 10 %.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import tempfile
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import harness
 import torch
 import torch.distributed as dist
 from measured_memory import measured_peak
@@ -204,21 +204,19 @@ def main() -> None:
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    rows = []
+    rows, errors = [], []
     print(f"{'case':64} {'planned':>9} {'measured':>9} {'error':>7}")
     for case in CASES:
         if args.only in str(case):
             plan, took = planned(case), measured(case)
             error = plan.peak_bytes / took - 1
             print(f"{case!s:64} {plan.peak_bytes / 1e6:9.2f} {took / 1e6:9.2f} {100 * error:+6.1f} %", flush=True)
-            kinds = {row.what: row.bytes for row in plan.rows}
-            rows.append({**asdict(case), "planned": plan.peak_bytes, "measured": took, "error": error, "rows": kinds})
-    if args.json:
-        versions = {"torch": torch.__version__, "halfbyte": halfbyte._library.build_info().get("version")}
-        args.json.write_text(json.dumps({"unit": "bytes", "versions": versions, "cases": rows}, indent=1) + "\n")
-    worst = max(rows, key=lambda row: abs(row["error"]))
-    print(f"largest error: {100 * abs(worst['error']):.1f} %")
-    if abs(worst["error"]) > LIMIT:
+            rows.append([str(case), f"{plan.peak_bytes / 1e6:.2f}", f"{took / 1e6:.2f}", f"{100 * error:+.1f}"])
+            errors.append(abs(error))
+    title = "Peak memory of one rank in a training step, MB: what `halfbyte.plan` says and what the allocator measured."
+    harness.save_table("plan", title, ["case", "planned", "measured", "error, %"], rows, args.json)
+    print(f"largest error: {100 * max(errors):.1f} %")
+    if max(errors) > LIMIT:
         sys.exit(f"a prediction is off by more than {100 * LIMIT:.0f} %")
 
 

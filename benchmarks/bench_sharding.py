@@ -404,7 +404,7 @@ def main() -> None:
     args.json.write_text(json.dumps(result, indent=1) + "\n")
     import table
 
-    print(table.table(result))
+    print(table.plain(result))
 
 
 if __name__ == "__main__":

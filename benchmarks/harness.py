@@ -272,32 +272,24 @@ def in_child(script: str, *arguments: str, timeout: float = 1800) -> dict[str, A
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-@dataclass(frozen=True)
-class Table:
-    """A finished table: one sentence on what was measured and in which units, headings, rows of strings and numbers."""
-
-    title: str
-    columns: Sequence[str]
-    rows: Sequence[Sequence[object]]
-
-
-def save_tables(name: str, tables: Sequence[Table], path: Path | None) -> None:
-    """Prints tables and writes them as JSON with the environment; `table.py` puts them into README.md.
+def save_table(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], path: Path | None) -> None:
+    """Prints a table and writes it as JSON with the environment; `table.py` puts it into README.md.
 
     Args:
         name: of the benchmark.
-        tables: what to write.
+        title: what was measured, in one sentence with its units.
+        columns: headings; the first one names the row.
+        rows: strings and numbers, one per column.
         path: None: benchmarks/results/NAME-ISA.json.
     """
     env = environment()
     target = path or ROOT / "benchmarks" / "results" / f"{name}-{env['isa']}.json"
     target.parent.mkdir(parents=True, exist_ok=True)
-    content = {"benchmark": name, "environment": env, "tables": [asdict(table) for table in tables]}
+    content = {"benchmark": name, "environment": env, "title": title, "columns": [*columns], "rows": [[*r] for r in rows]}
     target.write_text(json.dumps(content, indent=1) + "\n")
-    for table in tables:
-        print(f"\n{table.title}")
-        for row in [table.columns, *table.rows]:
-            print("  ".join(f"{value!s:<40}" if i == 0 else f"{value!s:>16}" for i, value in enumerate(row)))
+    print(f"\n{title}")
+    for row in [columns, *rows]:
+        print("  ".join(f"{value!s:<40}" if i == 0 else f"{value!s:>16}" for i, value in enumerate(row)))
     print(f"wrote {target}")
 
 

@@ -34,9 +34,9 @@ def heading(result: dict[str, Any]) -> list[str]:
 
 
 def plain(result: dict[str, Any]) -> str:
-    """A benchmark that gives whole tables (harness.save_tables) as Markdown."""
+    """A benchmark that is one finished table (harness.save_table), or several, as Markdown."""
     lines = heading(result)
-    for table in result["tables"]:
+    for table in result.get("tables", [result]):
         rows = [[str(value) for value in row] for row in [table["columns"], *table["rows"]]]
         rule = "|---|" + "---:|" * (len(rows[0]) - 1)
         head, *body = [f"| {' | '.join(row)} |" for row in rows]
