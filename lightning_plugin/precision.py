@@ -45,6 +45,8 @@ _PRECISION_OF = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}
 class _PluginSettings(InitSettings):
     """The settings of a context that a plugin entered."""
 
+    one_reader = True
+
     def __init__(self, plugin: _HalfbyteMixin) -> None:
         super().__init__(plugin.format, plugin.skip, plugin.compute_dtype)
         self.plugin = plugin

@@ -7,9 +7,11 @@ import os
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch.distributed as dist
 from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
+from halfbyte.distributed.replicate import replicate
 from halfbyte.nn.packed import Packed
 from halfbyte.nn.settings import InitSettings, active_settings, paused
 from peft_bridge.bitsandbytes import BITSANDBYTES, config_of, method_of
@@ -46,8 +48,15 @@ def _wrapped(method: Any) -> Any:
             kwargs["quantization_config"] = HalfbyteConfig(
                 settings.format, skip=settings.skip, compute_dtype=settings.compute_dtype
             )
+        def read() -> Any:
+            return original(cls, path, *args, config=config, **kwargs)
+
         with paused():
-            result = original(cls, path, *args, config=config, **kwargs)
+            # Rows that are packed already are mapped from the file, which costs no rank any memory of its own.
+            if settings.one_reader and own is None and dist.is_available() and dist.is_initialized():
+                result = replicate(read, what=f"{cls.__name__}.from_pretrained")
+            else:
+                result = read()
         model = result[0] if isinstance(result, tuple) else result
         settings.built += sum(isinstance(module, Packed) for module in model.modules())
         return result

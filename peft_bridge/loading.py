@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch.distributed as dist
 import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from halfbyte.distributed.replicate import replicate
 from halfbyte.formats import Format
 from peft_bridge.bitsandbytes import BITSANDBYTES, config_of, method_of
 from peft_bridge.config import METHOD, HalfbyteConfig
 
 
 def load_model(
-    path_or_id: Any, format: str | Format | None = None, *, lora: Any = None, **from_pretrained_kwargs: Any
+    path_or_id: Any,
+    format: str | Format | None = None,
+    *,
+    lora: Any = None,
+    process_group: Any = None,
+    source_rank: int = 0,
+    **from_pretrained_kwargs: Any,
 ) -> Any:
     """Loads a checkpoint packed, into the class that its config.json names, and puts LoRA adapters on it.
 
@@ -23,6 +31,9 @@ def load_model(
         format: a `halfbyte.Format` or its name; None: the checkpoint's own, else nf4.
         lora: a `peft.LoraConfig`, or its arguments as a dict (`target_modules` is "all-linear" unless given);
             None: no adapters.
+        process_group: of several ranks, all of which call this: one reads and quantizes, the others receive the model
+            (`halfbyte.distributed.replicate`). None: the default group if torch.distributed is initialized.
+        source_rank: rank within the group that reads.
         **from_pretrained_kwargs: handed to `from_pretrained`; `quantization_config=HalfbyteConfig(...)` instead of `format`
             if more than the format is to be said.
 
@@ -33,7 +44,18 @@ def load_model(
         TypeError: `format` and `quantization_config` are both given.
         ValueError: unknown format, or another one than the checkpoint was saved with.
         QuantizationError: nothing could be packed, or a packed checkpoint is damaged.
+        RuntimeError: another rank failed or is gone.
     """
+
+    def load() -> Any:
+        return _load(path_or_id, format, lora, from_pretrained_kwargs)
+
+    if process_group is None and not (dist.is_available() and dist.is_initialized()):
+        return load()
+    return replicate(load, process_group=process_group, source_rank=source_rank, what="load_model")
+
+
+def _load(path_or_id: Any, format: str | Format | None, lora: Any, from_pretrained_kwargs: dict[str, Any]) -> Any:
     if format is not None and "quantization_config" in from_pretrained_kwargs:
         raise TypeError("load_model: give format or quantization_config, not both")
     names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")

@@ -4,5 +4,6 @@ from halfbyte.distributed.audit import WrapReport, audit
 from halfbyte.distributed.broadcast import quantize_broadcast, quantize_scatter
 from halfbyte.distributed.fsdp1 import wrap_policy
 from halfbyte.distributed.fsdp2 import fully_shard
+from halfbyte.distributed.replicate import replicate
 
-__all__ = ["WrapReport", "audit", "fully_shard", "quantize_broadcast", "quantize_scatter", "wrap_policy"]
+__all__ = ["WrapReport", "audit", "fully_shard", "quantize_broadcast", "quantize_scatter", "replicate", "wrap_policy"]

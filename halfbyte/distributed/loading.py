@@ -24,7 +24,19 @@ from torch import Tensor
 
 from halfbyte.checkpoint.sources import Entry, Source
 
-__all__ = ["BUCKET_BYTES", "Bucket", "LoaderGroup", "Target", "plan_buckets", "receive", "send"]
+__all__ = [
+    "ALIVE_S",
+    "BUCKET_BYTES",
+    "Bucket",
+    "LoaderGroup",
+    "Target",
+    "announce",
+    "announce_failure",
+    "hear_data",
+    "plan_buckets",
+    "receive",
+    "send",
+]
 
 BUCKET_BYTES = 16 << 20
 TIMEOUT_S = 8.0
@@ -288,13 +300,13 @@ def send(
             try:
                 item = ready.get(timeout=ALIVE_S)
             except queue.Empty:
-                group.broadcast(_encoded(_ALIVE))
+                announce(group, None)
                 continue
             if item is None:
                 group.broadcast(_encoded(_DONE))
                 break
             if isinstance(item, Exception):
-                _send_failure(group, item)
+                announce_failure(group, item)
                 raise item
             index, slot = item
             bucket = buckets[index]
@@ -330,7 +342,17 @@ def _fill(
                 source.fill(entry, first, last, slot[begin : begin + (last - first) * entry.row_nbytes])
 
 
-def _send_failure(group: LoaderGroup, error: Exception) -> None:
+def announce(group: LoaderGroup, data: bytes | None) -> None:
+    """On the source, outside `send`: says that it is alive (None), or hands every rank the same bytes."""
+    if data is None:
+        group.broadcast(_encoded(_ALIVE))
+        return
+    group.broadcast(_encoded(_DATA, 0, len(data)))
+    group.broadcast(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+
+def announce_failure(group: LoaderGroup, error: Exception) -> None:
+    """On the source: tells the others why nothing more will come."""
     text = bytearray(f"{type(error).__name__}: {error}".encode())
     try:
         group.broadcast(_encoded(_FAILED, 0, len(text)))
@@ -338,6 +360,49 @@ def _send_failure(group: LoaderGroup, error: Exception) -> None:
         group.finish()
     except RuntimeError:  # nobody is left to be told; the error itself counts
         pass
+
+
+@dataclass(frozen=True)
+class Message:
+    """A header of the source's.
+
+    Attributes:
+        kind: alive, data or done; a failure raises.
+        index: of the bucket that follows.
+        nbytes: that follow.
+    """
+
+    kind: int
+    index: int
+    nbytes: int
+
+
+def hear(group: LoaderGroup) -> Message:
+    """On every other rank: the source's next header.
+
+    Raises:
+        RuntimeError: the source failed, with its text, or a rank is gone.
+    """
+    header = torch.empty(64, dtype=torch.uint8)
+    group.broadcast(header)
+    magic, kind, index, nbytes = _HEADER.unpack(bytes(header[: _HEADER.size].tolist()))
+    if magic != _MAGIC or kind not in (_DATA, _FAILED, _ALIVE, _DONE):
+        raise RuntimeError(f"{group.what}: received something else than a header; does the source run this halfbyte?")
+    if kind == _FAILED:
+        text = torch.empty(nbytes, dtype=torch.uint8)
+        group.broadcast(text)
+        group.finish()
+        raise RuntimeError(f"{group.what}: {group.name(group.source)} failed: {bytes(text.tolist()).decode()}")
+    return Message(kind, index, nbytes)
+
+
+def hear_data(group: LoaderGroup) -> bytes:
+    """On every other rank: the bytes that the source `announce`s, however long it takes while it is alive."""
+    while (message := hear(group)).kind != _DATA:
+        pass
+    data = torch.empty(message.nbytes, dtype=torch.uint8)
+    group.broadcast(data)
+    return data.numpy().tobytes()
 
 
 def receive(
@@ -349,22 +414,13 @@ def receive(
         RuntimeError: the source failed, with its text, or a rank is gone.
     """
     slot = torch.empty(max((bucket.nbytes for bucket in buckets), default=0), dtype=torch.uint8)
-    header = torch.empty(64, dtype=torch.uint8)
     while True:
-        group.broadcast(header)
-        magic, kind, index, nbytes = _HEADER.unpack(bytes(header[: _HEADER.size].tolist()))
-        if magic != _MAGIC or kind not in (_DATA, _FAILED, _ALIVE, _DONE):
-            raise RuntimeError(f"{group.what}: received something else than a header; does the source run this halfbyte?")
-        if kind == _DONE:
+        message = hear(group)
+        if message.kind == _DONE:
             group.finish()
             return
-        if kind == _FAILED:
-            text = torch.empty(nbytes, dtype=torch.uint8)
-            group.broadcast(text)
-            group.finish()
-            raise RuntimeError(f"{group.what}: {group.name(group.source)} failed: {bytes(text.tolist()).decode()}")
-        if kind == _DATA:
-            bucket = buckets[index]
+        if message.kind == _DATA:
+            bucket = buckets[message.index]
             mine = slot[: bucket.nbytes]
             if bucket.scatter:
                 group.scatter(mine, None)

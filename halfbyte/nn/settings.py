@@ -23,6 +23,9 @@ __all__ = ["InitSettings", "active_settings", "hosts", "on_dense", "owner_of", "
 class InitSettings:
     """What one `init_quantized` context was asked for; hosts read it (`format`, `skip`, `compute_dtype`)."""
 
+    one_reader = False
+    """Whether every rank comes here with the same calls, so that one of them can read checkpoints for all."""
+
     def __init__(
         self,
         format: str | Format,

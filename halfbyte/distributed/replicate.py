@@ -1,0 +1,216 @@
+"""replicate: one rank makes a module, every other one receives it."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import pickle
+import threading
+import uuid
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from halfbyte.distributed.loading import (
+    ALIVE_S,
+    BUCKET_BYTES,
+    LoaderGroup,
+    announce,
+    announce_failure,
+    hear_data,
+    plan_buckets,
+    receive,
+    send,
+)
+
+__all__ = ["replicate"]
+
+T = TypeVar("T")
+
+
+class _Thread(threading.local):
+    making = False
+
+
+_thread = _Thread()
+
+
+def replicate(
+    make: Callable[[], T],
+    *,
+    process_group: Any = None,
+    source_rank: int = 0,
+    bucket_bytes: int = BUCKET_BYTES,
+    what: str = "replicate",
+) -> T:
+    """Calls `make` on one rank and gives its module to all: one process reads and quantizes, the others touch no file.
+
+    The module travels as a pickle without its tensors, so it arrives as it is: renamed, merged, quantized, with adapters,
+    tied weights still one. The tensors follow in buckets. Where all ranks' random numbers were in the same state, they are
+    in the same state afterwards.
+
+    Args:
+        make: makes the module (or anything picklable that holds tensors); called on the source alone, may take its time.
+        process_group: None: the default group. Every rank of it calls this.
+        source_rank: rank within the group that makes it.
+        bucket_bytes: bytes of one bucket, of which the source keeps two and every other rank one.
+        what: names the operation in errors.
+
+    Returns:
+        On the source what `make` returned; elsewhere its equal, tensors on the same type of device (a CUDA tensor on the
+        rank's current one).
+
+    Raises:
+        RuntimeError: no process group is initialized, or another rank failed or is gone: within 10 s, with its text.
+        NotImplementedError: the module can't be pickled, or holds a tensor that is not plain (a DTensor); on the source.
+    """
+    if process_group is None:
+        if not (dist.is_available() and dist.is_initialized()):
+            raise RuntimeError(f"{what}: no process group is initialized; call torch.distributed.init_process_group() first")
+        process_group = dist.group.WORLD
+    if process_group.size() == 1 or _thread.making:  # inside another one's `make`, which serves the ranks
+        return make()
+    from halfbyte.checkpoint.sources import TensorSource
+
+    with LoaderGroup(process_group, source_rank, what) as ranks, torch.no_grad():
+        found = ranks.agree(lambda: (uuid.uuid4().hex, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()))
+        ranks.connect(found[source_rank][0])
+        alike = found[ranks.rank][1] == found[source_rank][1]
+        if ranks.is_source:
+            module, text, tensors = _made(ranks, make, what)
+            announce(ranks, text)
+        else:
+            module, tensors = _unpacked(hear_data(ranks), alike)
+        entries = [_entry(index, tensor) for index, tensor in enumerate(tensors)]
+        spans = [[(0, entry.rows) for entry in entries]] * ranks.world
+        targets = [_Whole(entry, tensor) for entry, tensor in zip(entries, tensors, strict=True)]
+        buckets = plan_buckets(entries, spans, bucket_bytes)
+        if ranks.is_source:
+            source = TensorSource({entry.name: tensor for entry, tensor in zip(entries, tensors, strict=True)})
+            kept = [_Kept(entry) for entry in entries]
+            send(ranks, kept, spans, buckets, lambda fill, still_wanted: fill(source), lambda nbytes: None)
+        else:
+            receive(ranks, targets, buckets)
+    return module
+
+
+class _Whole:
+    """A tensor that is received."""
+
+    def __init__(self, entry: Any, tensor: Tensor) -> None:
+        self.entry, self.start, self.stop = entry, 0, entry.rows
+        self._bytes = tensor.detach().view(-1).view(torch.uint8)
+
+    def write(self, first: int, data: Tensor) -> None:
+        begin = first * self.entry.row_nbytes
+        self._bytes[begin : begin + data.numel()].copy_(data)
+
+
+class _Kept:
+    """A tensor that the source has."""
+
+    def __init__(self, entry: Any) -> None:
+        self.entry, self.start, self.stop = entry, 0, entry.rows
+
+    def write(self, first: int, data: Tensor) -> None:
+        pass
+
+
+def _entry(index: int, tensor: Tensor) -> Any:
+    from halfbyte.checkpoint.sources import Entry
+
+    return Entry(str(index), tuple(tensor.shape), tensor.dtype)
+
+
+def _made(ranks: LoaderGroup, make: Callable[[], Any], what: str) -> tuple[Any, bytes, list[Tensor]]:
+    """The source's module, its pickle and its tensors. The other ranks hear meanwhile that this one is alive."""
+    done = threading.Event()
+    gone: list[RuntimeError] = []
+
+    def beat() -> None:
+        try:
+            while not done.wait(ALIVE_S):
+                announce(ranks, None)
+        except RuntimeError as error:
+            gone.append(error)
+
+    thread = threading.Thread(target=beat, name="halfbyte-alive", daemon=True)
+    thread.start()
+    failure: Exception | None = None
+    try:
+        _thread.making = True
+        with torch.enable_grad():  # as outside: what is made may be trainable
+            module = make()
+        text, tensors = _packed(module, what)
+    except Exception as error:
+        failure = error
+    finally:
+        _thread.making = False
+        done.set()
+        thread.join()
+    if failure is not None:
+        announce_failure(ranks, failure)
+        raise failure
+    if gone:
+        raise gone[0]
+    return module, text, tensors
+
+
+class _Pickler(pickle.Pickler):
+    """Pickles everything but tensors, of which it keeps a list."""
+
+    def __init__(self, file: Any) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+        self._known: dict[int, int] = {}
+
+    def persistent_id(self, obj: Any) -> Any:
+        if not isinstance(obj, Tensor):
+            return None
+        if type(obj) not in (Tensor, nn.Parameter):
+            raise NotImplementedError(f"it holds a {type(obj).__name__}, of which each rank has a part")
+        index = self._known.setdefault(id(obj), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(obj)
+        return index
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: Any, tensors: list[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def persistent_load(self, pid: Any) -> Any:
+        return self._tensors[pid]
+
+
+def _packed(module: Any, what: str) -> tuple[bytes, list[Tensor]]:
+    body = io.BytesIO()
+    pickler = _Pickler(body)
+    try:
+        pickler.dump(module)
+    except Exception as error:  # whatever an object's own __reduce__ raises
+        raise NotImplementedError(
+            f"{what}: {type(module).__name__} can't be handed to the other ranks: {error}; load it on every rank instead"
+        ) from error
+    kinds = [
+        (tuple(t.shape), t.dtype, t.device.type, type(t) is nn.Parameter, t.requires_grad) for t in pickler.tensors
+    ]
+    # A meta tensor has no bytes to follow.
+    sent = [t for t in pickler.tensors if not t.is_meta]
+    return pickle.dumps((kinds, torch.get_rng_state(), body.getvalue())), sent
+
+
+def _unpacked(text: bytes, alike: bool) -> tuple[Any, list[Tensor]]:
+    kinds, random_state, body = pickle.loads(text)
+    tensors: list[Tensor] = []
+    for shape, dtype, device, is_parameter, requires_grad in kinds:
+        plain = torch.empty(shape, dtype=dtype, device=device)
+        tensors.append(nn.Parameter(plain, requires_grad) if is_parameter else plain.requires_grad_(requires_grad))
+    module = _Unpickler(io.BytesIO(body), tensors).load()
+    if alike:
+        torch.set_rng_state(random_state)
+    return module, [t for t in tensors if not t.is_meta]
