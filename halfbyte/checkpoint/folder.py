@@ -20,7 +20,7 @@ from halfbyte.checkpoint.files import DTYPES, INDEX, VERSION, Checkpoint, checks
 from halfbyte.checkpoint.sources import Entry, Source, module_source
 from halfbyte.errors import QuantizationError
 from halfbyte.nn.embedding import QuantEmbedding
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed
 from halfbyte.optim.sharding import is_dtensor
 
 __all__ = ["plan_shards", "save_quantized", "write_folder", "write_shard"]
@@ -262,9 +262,9 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str]) -> None:
         >>> halfbyte.load_quantized(other, folder, progress=False).quantized
         ('0',)
     """
-    from halfbyte.checkpoint.layout import named_tensors
+    from halfbyte.checkpoint.layout import named_tensors, packed_shape
 
-    packed = {id(m): m for m in model.modules() if isinstance(m, PackedRows)}
+    packed = [module for module in model.modules() if isinstance(module, Packed)]
     if not packed:
         raise QuantizationError("save_quantized: nothing in the model is packed")
     entries = []
@@ -278,15 +278,15 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str]) -> None:
             )
         if tensor.is_meta:
             raise QuantizationError(f"save_quantized: {name} is on meta: nothing was loaded", [name])
-        if id(module) in packed and attribute == "weight":
-            rows = packed[id(module)]
-            entries.append(Entry.packed(name, rows.weight_shape, rows.format))
+        shape = packed_shape(module, attribute)
+        if isinstance(module, Packed) and shape is not None:
+            entries.append(Entry.packed(name, shape, module.format))
         else:
             entries.append(Entry(name, tuple(tensor.shape), tensor.dtype))
-    write_folder(Path(directory), entries, module_source(model), config=config_of(model, packed.values()))
+    write_folder(Path(directory), entries, module_source(model), config=config_of(model, packed))
 
 
-def config_of(model: nn.Module, packed: Iterable[PackedRows]) -> dict[str, Any] | None:
+def config_of(model: nn.Module, packed: Iterable[Packed]) -> dict[str, Any] | None:
     """config.json of a transformers model with the quantization its packed layers have; None for other models."""
     config: Any = getattr(model, "config", None)
     if not callable(getattr(config, "to_dict", None)):

@@ -14,8 +14,9 @@ from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.nn.convert import nothing_quantized
 from halfbyte.nn.embedding import quantize_embedding_
+from halfbyte.nn.experts import QuantExperts, expert_shape, expert_weights, quantize_experts_
 from halfbyte.nn.linear import quantize_linear_
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed, PackedRows
 from halfbyte.nn.skip import SkipRules, mark_dense, tell_config
 from halfbyte.optim.sharding import is_dtensor
 
@@ -111,11 +112,19 @@ def _all_names(model: nn.Module) -> set[str]:
     return found
 
 
+def packed_shape(module: nn.Module, attribute: str) -> tuple[int, ...] | None:
+    """Shape (..., K) of the dense tensor that packed rows of a module stand for; None if the tensor is not packed."""
+    if isinstance(module, QuantExperts):
+        return module.weight_shapes.get(attribute)
+    return module.weight_shape if isinstance(module, PackedRows) and attribute == "weight" else None
+
+
 def dense_shape(owners: list[tuple[nn.Module, str]]) -> tuple[int, ...]:
     """Shape of the dense tensor that an entry stands for."""
     module, attribute = owners[0]
-    if isinstance(module, PackedRows) and attribute == "weight":
-        return module.weight_shape
+    rows_of = packed_shape(module, attribute)
+    if rows_of is not None:
+        return rows_of
     tensor: Any = module._parameters.get(attribute, module._buffers.get(attribute))
     return tuple(tensor.shape)
 
@@ -126,7 +135,7 @@ def skeleton(model: nn.Module) -> list[list[Any]]:
     for name, owners in named_tensors(model).items():
         module, attribute = owners[0]
         tensor: Any = module._parameters.get(attribute, module._buffers.get(attribute))
-        packed = isinstance(module, PackedRows) and attribute == "weight"
+        packed = isinstance(module, Packed) and packed_shape(module, attribute) is not None
         kind = str(module.format) if packed else str(tensor.dtype).removeprefix("torch.")
         found.append([name, kind, list(dense_shape(owners))])
     return found
@@ -156,7 +165,7 @@ def plan_layout(model: nn.Module, source: Source, format: Format | None, skip: I
         key = next((other for other in aliases[name] if other in held), None)
         shape = dense_shape(owners)
         if key is None:
-            packed = isinstance(module, PackedRows) and attribute == "weight"
+            packed = packed_shape(module, attribute) is not None
             whole_layer = isinstance(module, nn.Linear) and not (packed or is_dtensor(tensor) or f"{owner}.weight" in held)
             if not whole_layer or tensor.is_meta:
                 problems[name] = "missing from the checkpoint"
@@ -166,17 +175,18 @@ def plan_layout(model: nn.Module, source: Source, format: Format | None, skip: I
             entries.append(Entry(name, shape, tensor.dtype))
             continue
         found = source.find(key, shape, isinstance(module, nn.Embedding))
+        if found.format is not None and attribute in expert_weights(module) and not isinstance(module, Packed):
+            shape = expert_shape(module, tensor)  # rows lie along K even where the dense module stores them across
         if found.shape is not None and tuple(found.shape) != shape:
             problems[name] = f"has shape {tuple(found.shape)} in the checkpoint, {shape} in the model"
             continue
         chosen, why = _format_for(module, attribute, found, source.quantized, format, by_rule, by_owner)
-        if why and isinstance(module, nn.Linear | nn.Embedding) and attribute == "weight":
-            if chosen is None and not isinstance(module, PackedRows):
-                reasons[owner] = why
-            else:
-                problems[name] = why
-                continue
-        if chosen is not None and not isinstance(module, PackedRows) and is_dtensor(tensor):
+        if why and chosen is None:
+            reasons[owner] = why
+        elif why:
+            problems[name] = why
+            continue
+        if chosen is not None and not isinstance(module, Packed) and is_dtensor(tensor):
             raise ValueError(
                 f"load_quantized: {owner} is sharded while it is dense, so it can't become packed; build the model under "
                 f"halfbyte.init_quantized (or call quantize_model) before sharding it"
@@ -218,16 +228,18 @@ def _format_for(
     by_owner: Mapping[nn.Module, str],
 ) -> tuple[Format | None, str | None]:
     """(format of the rows or None, why it stays dense or what is wrong)."""
-    if attribute != "weight":
-        return (None, None) if found.format is None else (found.format, "rows that are no layer's weight")
-    if isinstance(module, PackedRows):
-        wanted = format if format is not None and isinstance(module, nn.Linear) else module.format
+    if isinstance(module, Packed) and packed_shape(module, attribute) is not None:
+        wanted = format if format is not None and not isinstance(module, nn.Embedding) else module.format
         if wanted != module.format:
             return module.format, f"the module is {module.format} already, format={str(format)!r} was asked for"
         if found.format not in (None, wanted) or found.reason:
             stored = f"holds {found.format} rows" if found.format else found.reason
             return module.format, f"the checkpoint {stored}, the module is {module.format}"
         return module.format, None
+    if found.format is not None and attribute in expert_weights(module):
+        return found.format, None
+    if attribute != "weight":
+        return (None, None) if found.format is None else (found.format, "rows that are no layer's weight")
     if not isinstance(module, nn.Linear | nn.Embedding):
         return (None, None) if found.format is None else (found.format, "rows that are no layer's weight")
     if found.reason or (found.format is not None and module in by_owner):
@@ -255,13 +267,18 @@ def apply_layout(
     for path, module in model.named_modules():
         if path in layout.reasons:
             mark_dense(module, layout.reasons[path])
-        if isinstance(module, PackedRows) and compute_dtype is not None:
+        if isinstance(module, Packed) and compute_dtype is not None:
             module.compute_dtype = compute_dtype
     named = named_tensors(model, aliases=True)
     devices = {owners[0][0]: device or _device_of(owners) for owners in named.values()}
     for entry in layout.entries:
         module, _ = named[entry.name][0]
-        if entry.format is None or isinstance(module, PackedRows):
+        if entry.format is None or isinstance(module, Packed):
+            continue
+        if expert_weights(module):
+            for name in expert_weights(module):
+                module._parameters[name] = nn.Parameter(module.get_parameter(name).to("meta"), requires_grad=False)
+            quantize_experts_(module, entry.format, compute_dtype)
             continue
         weight: Any = module._parameters["weight"]
         empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")

@@ -17,6 +17,7 @@ from halfbyte.checkpoint.bitsandbytes import KEYS, StoredLayer, read_layer, stor
 from halfbyte.checkpoint.files import Checkpoint
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
+from halfbyte.nn.packed import Packed
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.quantize import FLOAT_DTYPES, quantize_
 
@@ -342,12 +343,13 @@ def open_source(path: Any) -> CheckpointSource:
 
 def module_source(model: nn.Module) -> TensorSource:
     """A model's parameters and persistent buffers as they are, packed rows with their formats."""
-    from halfbyte.nn.packed import PackedRows
+    from halfbyte.checkpoint.layout import named_tensors, packed_shape
 
-    formats = {
-        f"{name}.weight" if name else "weight": (module.format, module.weight_shape[-1])
-        for name, module in model.named_modules()
-        if isinstance(module, PackedRows)
-    }
+    formats = {}
+    for name, owners in named_tensors(model, aliases=True).items():
+        module, attribute = owners[0]
+        shape = packed_shape(module, attribute)
+        if isinstance(module, Packed) and shape is not None:
+            formats[name] = module.format, shape[-1]
     tensors = {key: value for key, value in model.state_dict().items() if isinstance(value, Tensor)}
     return TensorSource(tensors, formats)

@@ -132,7 +132,7 @@ def test_a_full_disk_loses_nothing(dense, tmp_path) -> None:
 
 def test_killed_at_any_point_it_goes_on_where_it_was(dense, tmp_path, monkeypatch) -> None:
     """Every shard in turn is the one that is never finished; finished ones aren't written again."""
-    original = folder_module._write_shard
+    original = folder_module.write_shard
     written: list[str] = []
 
     def dies_at(number: int):
@@ -147,7 +147,7 @@ def test_killed_at_any_point_it_goes_on_where_it_was(dense, tmp_path, monkeypatc
 
     total = None
     for number in range(20):
-        monkeypatch.setattr(folder_module, "_write_shard", dies_at(number + 1 if number else 0))
+        monkeypatch.setattr(folder_module, "write_shard", dies_at(number + 1 if number else 0))
         try:
             quantize(dense, tmp_path / "out", max_shard_bytes=3000)
             total = len(written)

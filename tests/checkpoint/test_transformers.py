@@ -14,6 +14,7 @@ import halfbyte  # noqa: E402
 import peft_bridge  # noqa: E402
 from halfbyte.checkpoint import quantize_checkpoint  # noqa: E402
 from halfbyte.nn import QuantLinear  # noqa: E402
+from halfbyte.nn.experts import QuantExperts  # noqa: E402
 
 
 def config(tied: bool) -> LlamaConfig:
@@ -71,3 +72,25 @@ def test_mixed_formats_are_refused_by_from_pretrained_and_read_by_us(tmp_path: P
     other = LlamaForCausalLM(config(False)).eval()
     halfbyte.load_quantized(other, tmp_path, progress=False)
     same(other, model)
+
+
+def test_fused_experts_are_saved_and_loaded_as_rows(tmp_path: Path) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    small = MixtralConfig(
+        vocab_size=61, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4,
+        num_key_value_heads=2, num_local_experts=3, max_position_embeddings=64,
+    )
+    model = MixtralForCausalLM(small).eval()
+    halfbyte.quantize_model(model)
+    assert type(model.model.layers[0].mlp.experts) is QuantExperts
+    halfbyte.save_quantized(model, tmp_path)
+    with torch.device("meta"):
+        skeleton = MixtralForCausalLM(small).eval()
+    other = MixtralForCausalLM(small).eval()
+    packed = MixtralForCausalLM(small).eval()
+    halfbyte.quantize_model(packed)
+    for built in (skeleton, other, packed):
+        halfbyte.load_quantized(built, tmp_path, progress=False)
+        assert type(built.model.layers[0].mlp.experts) is QuantExperts
+        same(built, model)
