@@ -35,7 +35,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from peft_bridge import HalfbyteConfig
-from peft_bridge.methods import HalfbyteBackend
+from peft_bridge.backend import HalfbyteBackend
 
 MODEL = os.environ["HALFBYTE_PEFT_MODEL"]
 
