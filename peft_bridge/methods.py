@@ -22,7 +22,7 @@ SUPPORTED = "LoRA (rsLoRA, DoRA, PiSSA, OLoRA, LoftQ too), BOFT, OFT, MiSS, SHiR
 
 
 HAS_BACKENDS = importlib.util.find_spec("peft.utils.quantization_utils") is not None
-"""Whether this PEFT has quantization backends (0.20 has, older ones may not); without, the methods that use them are refused like others."""
+"""Whether this PEFT has quantization backends, which older ones lack: methods that need one are refused by name then."""
 
 
 def backend() -> Any:
