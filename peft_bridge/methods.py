@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from typing import Any
 
 from accelerate.state import AcceleratorState
-from peft.tuners import boft, miss, oft, shira, vera
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
-from peft.utils import other, quantization_utils
-from peft.utils.quantization_utils import QuantizationBackend
-from torch import Tensor, nn
+from peft.utils import other
+from torch import nn
 
 from halfbyte.nn.embedding import QuantEmbedding
 from halfbyte.nn.experts import QuantExperts
@@ -21,41 +21,18 @@ from halfbyte.nn.packed import Packed
 SUPPORTED = "LoRA (rsLoRA, DoRA, PiSSA, OLoRA, LoftQ too), BOFT, OFT, MiSS, SHiRA, VeRA, prompts, any method on dense layers"
 
 
-class HalfbyteBackend(QuantizationBackend):
-    """What PEFT's BOFT, OFT, MiSS, SHiRA and VeRA ask for a dense weight, and give a merged one to.
-
-    Merging rounds to the format, once more with `unmerge`, as for PEFT's other backends; LoRA layers do both exactly.
-    """
-
-    supports_merge = True
-    backend_name = "halfbyte"
-    layer_type = "linear"
-
-    def get_base_weight(self, base_layer: Any) -> Tensor:
-        """The dense weight of a packed layer, shape (N, K), in the dtype it was built with."""
-        weight: Tensor = base_layer.dequantize(base_layer.dense_dtype)
-        return weight
-
-    def set_base_weight(self, peft_layer: Any, weight_data: Tensor) -> None:
-        """Packs `weight_data`, shape (N, K) of any float dtype, into the base of `peft_layer`."""
-        peft_layer.get_base_layer().quantize_(weight_data.detach())
+HAS_BACKENDS = importlib.util.find_spec("peft.utils.quantization_utils") is not None
+"""Whether this PEFT has quantization backends, which older ones lack: methods that need one are refused by name then."""
 
 
-_WITH_BACKEND = (boft, miss, oft, shira, vera)  # the methods whose layers go through a QuantizationBackend
-
-
-def _resolving(original: Any) -> Any:
-    @functools.wraps(original)
-    def resolve_quantization_backend(base_layer: nn.Module, **kwargs: Any) -> Any:
-        return HalfbyteBackend() if isinstance(base_layer, QuantLinear) else original(base_layer, **kwargs)
-
-    return resolve_quantization_backend
+def backend() -> Any:
+    """`peft_bridge.backend`, which can be imported with such a PEFT only."""
+    return importlib.import_module("peft_bridge.backend")
 
 
 class _Originals:
     inject: Any = None  # PEFT's own BaseTuner.inject_adapter, while ours stands in its place
     policy: Any = None  # and peft.utils.other.fsdp_auto_wrap_policy
-    resolve: Any = None  # and peft.utils.resolve_quantization_backend, as the layers of `_WITH_BACKEND` have imported it
 
 
 def refuse_unsupported() -> None:
@@ -68,9 +45,8 @@ def refuse_unsupported() -> None:
         _Originals.inject, _Originals.policy = BaseTuner.inject_adapter, other.fsdp_auto_wrap_policy
         BaseTuner.inject_adapter = _checked(BaseTuner.inject_adapter)  # type: ignore[method-assign]
         other.fsdp_auto_wrap_policy = _fsdp2_only(other.fsdp_auto_wrap_policy)
-        _Originals.resolve = quantization_utils.resolve_quantization_backend
-        for method in _WITH_BACKEND:
-            method.layer.resolve_quantization_backend = _resolving(_Originals.resolve)
+        if HAS_BACKENDS:
+            backend().install()
 
 
 def accept_unsupported() -> None:
@@ -78,9 +54,9 @@ def accept_unsupported() -> None:
     if _Originals.inject is not None:
         BaseTuner.inject_adapter = _Originals.inject  # type: ignore[method-assign]
         other.fsdp_auto_wrap_policy = _Originals.policy
-        for method in _WITH_BACKEND:
-            method.layer.resolve_quantization_backend = _Originals.resolve
-        _Originals.inject = _Originals.policy = _Originals.resolve = None
+        if HAS_BACKENDS:
+            backend().uninstall()
+        _Originals.inject = _Originals.policy = None
 
 
 def _fsdp2_only(original: Any) -> Any:
@@ -134,7 +110,7 @@ def _check_target(tuner: BaseTuner, config: Any, target: nn.Module, name: str) -
     # AdaLoRA is a LoraModel too, with layers of its own.
     lora = getattr(type(tuner), "_create_new_module", None) is LoraModel._create_new_module
     custom = tuple(getattr(config, "_custom_modules", None) or ())
-    if isinstance(base, QuantLinear) and type(tuner).__module__ in {f"{method.__name__}.model" for method in _WITH_BACKEND}:
+    if HAS_BACKENDS and isinstance(base, QuantLinear) and type(tuner).__module__ in backend().TUNERS:
         return
     if lora and isinstance(base, (QuantLinear, *custom)):
         return
