@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +28,7 @@ from halfbyte.memory.sharded import STRATEGIES
 from halfbyte.memory.simulate import OPTIMIZERS
 from halfbyte.memory.subject import on_meta
 
-__all__ = ["main"]
+__all__ = ["console", "main"]
 
 T = TypeVar("T")
 ISA_NAMES = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
@@ -59,6 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         _show(text)
     return 0
+
+
+def console() -> int:
+    """`main` as a process of its own: progress bars of other libraries are off too, unless a terminal shows them."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    return main()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -271,7 +279,7 @@ def _calibrate(args: argparse.Namespace) -> tuple[Any, str]:
 
 
 def _decoded_gguf(file: Path) -> tuple[dict[str, torch.Tensor], Any, Any]:
-    """Its tensors, decoded by transformers (the whole dense model is in memory), tied ones once; the model; its tokenizer."""
+    """Its tensors, tied ones once, decoded by transformers (all in memory at once); the model; its tokenizer."""
     if not file.is_file():
         raise FileNotFoundError(f"SRC: {file} does not exist")
     try:
