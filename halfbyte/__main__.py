@@ -2,6 +2,6 @@
 
 import sys
 
-from halfbyte.cli import main
+from halfbyte.cli import console
 
-sys.exit(main())
+sys.exit(console())

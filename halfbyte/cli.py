@@ -7,8 +7,8 @@ arguments are wrong.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
+import os
 import platform
 import sys
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ import torch
 
 import halfbyte
 from halfbyte import _library
+from halfbyte.checkpoint import quantize_checkpoint
 from halfbyte.formats import FORMATS, Format
 from halfbyte.memory.plan import MemoryPlan, parse_bytes
 from halfbyte.memory.plan import _aligned as aligned
@@ -27,7 +28,7 @@ from halfbyte.memory.sharded import STRATEGIES
 from halfbyte.memory.simulate import OPTIMIZERS
 from halfbyte.memory.subject import on_meta
 
-__all__ = ["main"]
+__all__ = ["console", "main"]
 
 T = TypeVar("T")
 ISA_NAMES = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
@@ -59,6 +60,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     else:
         _show(text)
     return 0
+
+
+def console() -> int:
+    """`main` as a process of its own: progress bars of other libraries are off too, unless a terminal shows them."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_DISABLE", "1")
+    return main()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -250,17 +258,17 @@ def _bench(args: argparse.Namespace) -> tuple[Any, str]:
 def _quantize(args: argparse.Namespace) -> tuple[Any, str]:
     if args.format == "dense":
         raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got 'dense'")
-    stream: Any = importlib.import_module("halfbyte.checkpoint")
     progress = sys.stderr.isatty()
     if args.calibrate is not None:
         return _calibrate(args)
     if args.src.suffix == ".gguf":
-        tensors, model = _decoded_gguf(args.src)
+        tensors, model, tokenizer = _decoded_gguf(args.src)
         config = json.loads(model.config.to_json_string())
-        done = stream.quantize_checkpoint(tensors, args.out, args.format, model=model, config=config, progress=progress)
+        done = quantize_checkpoint(tensors, args.out, args.format, model=model, config=config, progress=progress)
+        tokenizer.save_pretrained(args.out)
     else:
         model = on_meta(args.src)
-        done = stream.quantize_checkpoint(args.src, args.out, args.format, model=model, progress=progress)
+        done = quantize_checkpoint(args.src, args.out, args.format, model=model, progress=progress)
     data = {"out": str(args.out), "bytes": done.bytes, "dense_bytes": done.dense_bytes, "quantized": len(done.quantized)}
     return data, f"{done}\n{args.out}"
 
@@ -270,15 +278,16 @@ def _calibrate(args: argparse.Namespace) -> tuple[Any, str]:
     return {"out": str(args.out), **json.loads(done.to_json())}, f"{done}\n{args.out}"
 
 
-def _decoded_gguf(file: Path) -> tuple[dict[str, torch.Tensor], Any]:
-    """Its tensors, decoded by transformers (the whole dense model is in memory), tied ones once; and the model."""
+def _decoded_gguf(file: Path) -> tuple[dict[str, torch.Tensor], Any, Any]:
+    """Its tensors, tied ones once, decoded by transformers (all in memory at once); the model; its tokenizer."""
     if not file.is_file():
         raise FileNotFoundError(f"SRC: {file} does not exist")
     try:
-        from transformers import AutoModelForCausalLM, GgufConfig
+        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
     except ImportError as error:
         raise ImportError("quantize: reading GGUF needs transformers and gguf; pip install transformers gguf") from error
     model = AutoModelForCausalLM.from_pretrained(
         file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
     )
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, model
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    return {name: parameter.detach() for name, parameter in model.named_parameters()}, model, tokenizer

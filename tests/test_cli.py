@@ -11,7 +11,6 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte import checkpoint
 from halfbyte.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -83,7 +82,6 @@ def test_bench_times_the_peers(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(row["milliseconds"]["halfbyte"] > 0 for row in data["rows"])
 
 
-@pytest.mark.skipif(not hasattr(checkpoint, "quantize_checkpoint"), reason="halfbyte.checkpoint.quantize_checkpoint")
 def test_quantize_makes_a_folder_that_loads(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 

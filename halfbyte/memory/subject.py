@@ -254,14 +254,16 @@ def _copy(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _set_format(model: nn.Module, format: Format | None, dense: bool) -> None:
-    """Makes every linear layer that can be packed `format`; "dense" turns packed ones back into trainable weights."""
-    packed = [m for m in model.modules() if isinstance(m, PackedRows)]
+    """Makes every linear layer that can be packed `format`; "dense" turns packed ones back, trainable unless adapted."""
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, PackedRows)]
+    packed = [m for _, m in named]
     if dense:
-        for module in packed:
+        for name, module in named:
             if not isinstance(module, QuantLinear):
                 raise NotImplementedError(f"plan: format 'dense' can't replace a {type(module).__name__}")
             values = torch.empty(module.weight_shape, dtype=module.dense_dtype, device=module.weight.device)
-            dequantize_linear_(module, nn.Parameter(values))
+            adapted = name.endswith("base_layer")  # PEFT freezes what it adapts
+            dequantize_linear_(module, nn.Parameter(values, requires_grad=not adapted))
     elif format is not None and packed:
         for module in packed:
             rows, columns = module.weight_shape
