@@ -1,7 +1,8 @@
 """One device, DDP, FSDP1 and FSDP2 on the same models: do they compute and resume the same, and what does a rank hold.
 
-    python benchmarks/bench_sharding.py            # all of it, about 10 minutes of two cores; writes results/sharding.json
+    python benchmarks/bench_sharding.py            # all of it, about 10 minutes of two idle cores
     python benchmarks/bench_sharding.py --quick    # without the memory of a dense model
+    python benchmarks/bench_sharding.py --quick --only Llama,Qwen2   # these rows anew, the others as the file has them
 
 Two gloo processes on the CPU through Lightning's Trainer; only `strategy=` changes. Losses are compared with one device on
 the whole batch, block by block outputs of the first step with its share of them; "resume" saves after two steps, loads into
@@ -233,7 +234,7 @@ def strategy_of(kind: str) -> Any:
     return makers[kind]()
 
 
-def rank_main(kind: str, folder: Path) -> None:
+def rank_main(kind: str, folder: Path, models: list[str]) -> None:
     import torch.distributed as dist
     from lightning.pytorch import Callback
     from lightning_models import trainer
@@ -276,8 +277,9 @@ def rank_main(kind: str, folder: Path) -> None:
         run.fit(module, ckpt_path=path, weights_only=False)
         return run, module, step
 
-    fit("plain", 1)  # threads, process group, first calls: not part of any case's memory
-    for name in MODELS:
+    for name in ("plain", "Llama"):  # process group, imports, first calls: not part of any case's memory
+        fit(name, 1)
+    for name in models:
         with peak_memory() as peak:
             _, module, step = fit(name, STEPS, peak=peak)
         row: dict[str, Any] = {"losses": module.losses, "gathered": step.bytes, "packed": packed_bytes(module)}
@@ -308,15 +310,16 @@ def rank_main(kind: str, folder: Path) -> None:
 # -- all of it
 
 
-def compare(folder: Path) -> list[dict[str, Any]]:
+def compare(folder: Path, models: list[str]) -> list[dict[str, Any]]:
     import ranks
 
     ranks.TIMEOUT_S = 1800
     for kind in STRATEGIES:
         print(f"{kind} ...", file=sys.stderr, flush=True)
-        ranks.run_ranks(Path(__file__), "--rank", kind, str(folder), world=1 if kind == "single" else 2)
+        arguments = ("--rank", kind, str(folder), ",".join(models))
+        ranks.run_ranks(Path(__file__), *arguments, world=1 if kind == "single" else 2)
     rows = []
-    for name in MODELS:
+    for name in models:
         expected = torch.load(folder / f"{name}.pt")[0]
         for kind in STRATEGIES:
             world = 1 if kind == "single" else 2
@@ -391,13 +394,17 @@ def tables(rows: list[dict[str, Any]], dense: list[dict[str, Any]]) -> list[dict
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="without the memory of a dense model")
+    parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/sharding.json")
     args = parser.parse_args()
     # glibc otherwise keeps freed buffers up to 32 MiB in its heap, where holes hide what is really held.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "131072"
     with tempfile.TemporaryDirectory() as folder:
-        rows = compare(Path(folder))
-    dense = [] if args.quick else dense_memory()
+        rows = compare(Path(folder), args.only.split(","))
+    before = json.loads(args.json.read_text()) if args.json.exists() else {"rows": [], "dense": []}
+    rows += [row for row in before["rows"] if row["model"] not in args.only.split(",")]
+    rows.sort(key=lambda row: (MODELS.index(row["model"]), STRATEGIES.index(row["strategy"])))
+    dense = before["dense"] if args.quick else dense_memory()
     environment = {**harness.environment(), "threads": 1}
     result = {"benchmark": "sharding", "environment": environment, "rows": rows, "dense": dense}
     result["tables"] = tables(rows, dense)
@@ -413,6 +420,6 @@ if __name__ == "__main__":
         torch.set_num_threads(1)
         warnings.filterwarnings("ignore")
         logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-        rank_main(sys.argv[2], Path(sys.argv[3]))
+        rank_main(sys.argv[2], Path(sys.argv[3]), sys.argv[4].split(","))
     else:
         main()
