@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import load_error, overload, register_autocast, register_fake
+from halfbyte._library import load_error, node_of, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
@@ -96,7 +96,7 @@ def lora_linear_by_id(
         return _lora_linear(*arguments)[0]
     differentiable = (input, bias, lora_A, lora_B)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
-        return _LoraLinear.apply(*arguments)[0]
+        return _lora_linear_node(*arguments)[0]
     with torch._C._AutoDispatchBelowAutograd():
         return _lora_linear(*arguments)[0]
 
@@ -170,7 +170,7 @@ def _backward_input_by_id(
     if torch.compiler.is_compiling():
         return _backward_input(*arguments)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (grad_output, grad_projected, lora_A)):
-        return _BackwardInput.apply(*arguments)
+        return _backward_input_node(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _backward_input(*arguments)
 
@@ -194,6 +194,10 @@ class _BackwardInput(torch.autograd.Function):
         grad_low = (rows @ lora_A.to(wide).t()).to(low.dtype).reshape(grad_projected.shape)
         grad_A = (low.to(wide).t() @ rows).to(lora_A.dtype)
         return linear_by_id(grad, packed, None, *ctx.sizes), None, grad_low, grad_A, None, None, None
+
+
+_lora_linear_node = node_of(_LoraLinear)
+_backward_input_node = node_of(_BackwardInput)
 
 
 @register_fake("lora_linear")
