@@ -124,18 +124,17 @@ class _LoraLinear(torch.autograd.Function):
         rank, N = lora_B.shape[1], packed.shape[0]
         rows = grad.reshape(-1, N).to(dtype)
         x, t = input.reshape(-1, input.shape[-1]), projected.reshape(-1, projected.shape[-1]).to(dtype)
-        blocks, first = [], 0
-        for i, size in enumerate(ctx.splits or (N,)):
-            rows_of, rank_of = slice(first, first + size), slice(i * rank, (i + 1) * rank)
-            blocks.append((rows_of, rank_of))
+        groups, first = [], 0  # (grad, x A^T, B) of each group of rows
+        for i, size in enumerate(ctx.splits):
+            of = slice(first, first + size)
+            groups.append((rows[:, of], t[:, i * rank : (i + 1) * rank], lora_B[of]))
             first += size
+        groups = groups or [(rows, t, lora_B)]
         grad_B = grad_A = grad_input = grad_bias = None
         if needs_B:
-            parts = [rows[:, of].t() @ t[:, columns] for of, columns in blocks]
-            grad_B = (_joined(parts, 0) * ctx.scaling).to(lora_B.dtype)
+            grad_B = (_joined([g.t() @ low for g, low, _ in groups], 0) * ctx.scaling).to(lora_B.dtype)
         if needs_input or needs_A:
-            b = lora_B.to(dtype)
-            low = _joined([rows[:, of] @ b[of] for of, _ in blocks], 1) * ctx.scaling
+            low = _joined([g @ b.to(dtype) for g, _, b in groups], 1) * ctx.scaling
             if grad_projected is not None:
                 low = low + grad_projected.reshape(low.shape).to(dtype)
             if needs_A:
