@@ -30,6 +30,9 @@ class NoGradGuard {
   bool previous_;
 };
 
+// t, or a contiguous copy. torch's own goes through the dispatcher even where there is nothing to do (1 us).
+inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
+
 // Sizes of `t` with the last dimension replaced.
 inline std::vector<int64_t> with_last_size(const Tensor& t, int64_t last) {
   std::vector<int64_t> sizes(t.sizes().begin(), t.sizes().end());

@@ -32,8 +32,8 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
   const int64_t N = packed.size(0), tokens = leading_numel(input), K = in_features;
   const NoGradGuard no_grad;
   std::optional<Tensor> added;
-  if (bias) added = torch::stable::contiguous(*bias);
-  const Tensor x = torch::stable::contiguous(input), weight = torch::stable::contiguous(packed);
+  if (bias) added = as_contiguous(*bias);
+  const Tensor x = as_contiguous(input), weight = as_contiguous(packed);
   Tensor output = torch::stable::new_empty(x, with_last_size(input, N), x.scalar_type());
   if (N == 0 || tokens == 0) return output;
   const DType dtype = checked_dtype(op, "input", x.scalar_type());

@@ -11,8 +11,8 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
   const int64_t rows = packed.size(0), tokens = leading_numel(input);
   const NoGradGuard no_grad;
   std::optional<Tensor> added;
-  if (bias) added = torch::stable::contiguous(*bias);
-  const Tensor x = torch::stable::contiguous(input), weight = torch::stable::contiguous(packed);
+  if (bias) added = as_contiguous(*bias);
+  const Tensor x = as_contiguous(input), weight = as_contiguous(packed);
   Tensor output = torch::stable::new_empty(x, with_last_size(input, rows), x.scalar_type());
   if (rows == 0 || tokens == 0) return output;
   const DType dtype = checked_dtype(op, "input", x.scalar_type());
@@ -27,7 +27,7 @@ Tensor linear_backward_input(const Tensor& grad_output, const Tensor& packed, in
   const RowLayout layout = checked_linear_backward(op, grad_output, packed, format, block_size, in_features);
   const int64_t rows = packed.size(0), tokens = leading_numel(grad_output);
   const NoGradGuard no_grad;
-  const Tensor grad = torch::stable::contiguous(grad_output), weight = torch::stable::contiguous(packed);
+  const Tensor grad = as_contiguous(grad_output), weight = as_contiguous(packed);
   Tensor output = torch::stable::new_empty(grad, with_last_size(grad_output, in_features), grad.scalar_type());
   if (tokens == 0) return output;
   if (rows == 0) return torch::stable::zero_(output);

@@ -24,9 +24,9 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& input, const Tensor& packed
   const int64_t rows = packed.size(0), tokens = leading_numel(input);
   const NoGradGuard no_grad;
   std::optional<Tensor> added;
-  if (bias) added = torch::stable::contiguous(*bias);
-  const Tensor x = torch::stable::contiguous(input), weight = torch::stable::contiguous(packed);
-  const Tensor projected = torch::stable::contiguous(project(x, lora_A)), up = torch::stable::contiguous(lora_B);
+  if (bias) added = as_contiguous(*bias);
+  const Tensor x = as_contiguous(input), weight = as_contiguous(packed);
+  const Tensor projected = as_contiguous(project(x, lora_A)), up = as_contiguous(lora_B);
   Tensor output = torch::stable::new_empty(x, with_last_size(input, rows), x.scalar_type());
   if (rows != 0 && tokens != 0) {
     const DType dtype = checked_dtype(op, "input", x.scalar_type());
@@ -44,8 +44,8 @@ Tensor lora_linear_backward_input(const Tensor& grad_output, const Tensor& packe
   checked_lora_backward(op, grad_output, grad_projected, lora_A, in_features);
   const int64_t rows = packed.size(0), tokens = leading_numel(grad_output);
   const NoGradGuard no_grad;
-  const Tensor grad = torch::stable::contiguous(grad_output), weight = torch::stable::contiguous(packed);
-  const Tensor low_grad = torch::stable::contiguous(grad_projected), down = torch::stable::contiguous(lora_A);
+  const Tensor grad = as_contiguous(grad_output), weight = as_contiguous(packed);
+  const Tensor low_grad = as_contiguous(grad_projected), down = as_contiguous(lora_A);
   Tensor output = torch::stable::new_empty(grad, with_last_size(grad_output, in_features), grad.scalar_type());
   if (tokens == 0) return output;
   run_backward(grad, tokens, weight.const_data_ptr<uint8_t>(), rows, layout, checked_dtype(op, "grad_output", grad.scalar_type()),

@@ -62,9 +62,8 @@ __global__ void __launch_bounds__(kThreads) int8_linear_kernel(const Int8Args a)
         load_codes(row, c, words, w);
 #pragma unroll
         for (int m = 0; m < kTokens; ++m) {
-          if (m >= tokens) break;
-          uint32_t x[4];
-          load_codes(a.tokens + (m0 + m) * a.layout.row_bytes, c, words, x);
+          uint32_t x[4];  // tokens past the end repeat the last one; their sums are not stored
+          load_codes(a.tokens + (m0 + (m < tokens ? m : tokens - 1)) * a.layout.row_bytes, c, words, x);
 #pragma unroll
           for (int i = 0; i < 4; ++i) sum[m] = dot4(w[i], x[i], sum[m]);
         }

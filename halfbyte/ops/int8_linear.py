@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import load_error, overload, register_autocast, register_fake
+from halfbyte._library import load_error, node_of, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.linear import _backward_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
@@ -57,7 +57,7 @@ def int8_linear_by_id(input: Tensor, packed: Tensor, bias: Tensor | None, in_fea
     if torch.compiler.is_compiling():
         return _int8_linear(input, packed, bias, in_features)
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Int8Linear.apply(input, packed, bias, in_features)
+        return _int8_linear_node(input, packed, bias, in_features)
     with torch._C._AutoDispatchBelowAutograd():
         return _int8_linear(input, packed, bias, in_features)
 
@@ -83,6 +83,9 @@ class _Int8Linear(torch.autograd.Function):
         if ctx.has_bias and ctx.needs_input_grad[2]:
             grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
         return grad_input, None, grad_bias, None
+
+
+_int8_linear_node = node_of(_Int8Linear)
 
 
 @register_fake("int8_linear")

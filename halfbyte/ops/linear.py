@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import load_error, overload, register_autocast, register_fake
+from halfbyte._library import load_error, node_of, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
 
@@ -62,7 +62,7 @@ def linear_by_id(
     if torch.compiler.is_compiling():
         return _linear(input, packed, bias, format, block_size, in_features)
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
-        return _Linear.apply(input, packed, bias, format, block_size, in_features)
+        return _linear_node(input, packed, bias, format, block_size, in_features)
     with torch._C._AutoDispatchBelowAutograd():
         return _linear(input, packed, bias, format, block_size, in_features)
 
@@ -95,7 +95,7 @@ def _backward_by_id(grad_output: Tensor, packed: Tensor, format: int, block_size
     if torch.compiler.is_compiling():
         return _linear_backward_input(grad_output, packed, format, block_size, in_features)
     if torch.is_grad_enabled() and grad_output.requires_grad:
-        return _LinearBackwardInput.apply(grad_output, packed, format, block_size, in_features)
+        return _backward_node(grad_output, packed, format, block_size, in_features)
     with torch._C._AutoDispatchBelowAutograd():
         return _linear_backward_input(grad_output, packed, format, block_size, in_features)
 
@@ -137,6 +137,10 @@ class _LinearBackwardInput(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (packed,) = ctx.saved_tensors
         return linear_by_id(grad, packed, None, *ctx.sizes), None, None, None, None
+
+
+_linear_node = node_of(_Linear)
+_backward_node = node_of(_LinearBackwardInput)
 
 
 @register_fake("linear")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import load_error, overload, register_autocast, register_fake
+from halfbyte._library import load_error, node_of, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
@@ -96,7 +96,7 @@ def lora_linear_by_id(
         return _lora_linear(*arguments)[0]
     differentiable = (input, bias, lora_A, lora_B)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
-        return _LoraLinear.apply(*arguments)[0]
+        return _lora_linear_node(*arguments)[0]
     with torch._C._AutoDispatchBelowAutograd():
         return _lora_linear(*arguments)[0]
 
@@ -124,18 +124,17 @@ class _LoraLinear(torch.autograd.Function):
         rank, N = lora_B.shape[1], packed.shape[0]
         rows = grad.reshape(-1, N).to(dtype)
         x, t = input.reshape(-1, input.shape[-1]), projected.reshape(-1, projected.shape[-1]).to(dtype)
-        blocks, first = [], 0
-        for i, size in enumerate(ctx.splits or (N,)):
-            rows_of, rank_of = slice(first, first + size), slice(i * rank, (i + 1) * rank)
-            blocks.append((rows_of, rank_of))
+        groups, first = [], 0  # (grad, x A^T, B) of each group of rows
+        for i, size in enumerate(ctx.splits):
+            of = slice(first, first + size)
+            groups.append((rows[:, of], t[:, i * rank : (i + 1) * rank], lora_B[of]))
             first += size
+        groups = groups or [(rows, t, lora_B)]
         grad_B = grad_A = grad_input = grad_bias = None
         if needs_B:
-            parts = [rows[:, of].t() @ t[:, columns] for of, columns in blocks]
-            grad_B = (_joined(parts, 0) * ctx.scaling).to(lora_B.dtype)
+            grad_B = (_joined([g.t() @ low for g, low, _ in groups], 0) * ctx.scaling).to(lora_B.dtype)
         if needs_input or needs_A:
-            b = lora_B.to(dtype)
-            low = _joined([rows[:, of] @ b[of] for of, _ in blocks], 1) * ctx.scaling
+            low = _joined([g @ b.to(dtype) for g, _, b in groups], 1) * ctx.scaling
             if grad_projected is not None:
                 low = low + grad_projected.reshape(low.shape).to(dtype)
             if needs_A:
@@ -170,7 +169,7 @@ def _backward_input_by_id(
     if torch.compiler.is_compiling():
         return _backward_input(*arguments)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (grad_output, grad_projected, lora_A)):
-        return _BackwardInput.apply(*arguments)
+        return _backward_input_node(*arguments)
     with torch._C._AutoDispatchBelowAutograd():
         return _backward_input(*arguments)
 
@@ -194,6 +193,10 @@ class _BackwardInput(torch.autograd.Function):
         grad_low = (rows @ lora_A.to(wide).t()).to(low.dtype).reshape(grad_projected.shape)
         grad_A = (low.to(wide).t() @ rows).to(lora_A.dtype)
         return linear_by_id(grad, packed, None, *ctx.sizes), None, grad_low, grad_A, None, None, None
+
+
+_lora_linear_node = node_of(_LoraLinear)
+_backward_input_node = node_of(_BackwardInput)
 
 
 @register_fake("lora_linear")

@@ -210,3 +210,17 @@ def test_other_instruction_sets(isa: str) -> None:
     env = {**os.environ, "HALFBYTE_CPU_ISA": isa}
     done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout[-3000:]
+
+
+def test_functorch_transforms() -> None:
+    """Eager calls skip the registered formulas; under `torch.func` they must not."""
+    packed = random_packed(Format.parse("int8"), 8, 64)
+    x, _, a, b = (t.detach() for t in leaves(3, 8, 64, 2, torch.float32, torch.float32))
+    for f in (
+        lambda x: halfbyte.ops.linear(x, packed, None, "int8", 64),
+        lambda x: lora_linear(x, packed, None, a, b, 0.5, "int8", 64),
+        lambda x: halfbyte.ops.int8_linear(x, packed, None, 64),
+    ):
+        leaf = x.clone().requires_grad_()
+        f(leaf).square().sum().backward()
+        torch.testing.assert_close(torch.func.grad(lambda t, f=f: f(t).square().sum())(x), leaf.grad)

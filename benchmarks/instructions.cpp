@@ -1,0 +1,192 @@
+// Runs one CPU kernel on `rows` rows between two marks, for instruction_counts.py: no torch, one instruction set a program.
+//
+//   instructions CASE ROWS          runs it (callgrind collects inside `measured`)
+//   instructions CASE ROWS count    single-steps a child through `measured` and prints how many instructions that took:
+//                                   for instruction sets that valgrind does not know
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <csignal>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <string>
+#include <vector>
+
+#include "../csrc/cpu/kernels.h"
+
+extern "C" const halfbyte::cpu::Kernels* HALFBYTE_TABLE();
+
+using namespace halfbyte;
+using namespace halfbyte::cpu;
+
+namespace {
+
+constexpr int64_t K = 1024;
+
+float random_float() {
+  static uint32_t state = 1;
+  state = state * 1664525u + 1013904223u;
+  return float(int32_t(state)) * 0x1p-31f;
+}
+
+template <class T>
+T* filled(int64_t count) {
+  T* data = static_cast<T*>(std::aligned_alloc(64, size_t((count * int64_t(sizeof(T)) + 4095) / 4096 * 4096 + 4096)));
+  for (int64_t i = 0; i < count; ++i) {
+    const float value = random_float();
+    if constexpr (sizeof(T) == 4) {
+      data[i] = T(value);
+    } else {
+      uint32_t bits;
+      memcpy(&bits, &value, 4);
+      data[i] = T(bits >> 16);  // bf16
+    }
+  }
+  return data;
+}
+
+void* scratch(int64_t bytes) { return filled<float>(bytes / 4 + 16); }
+
+// What a case prepares: the body to measure, and how many elements it works on.
+struct Work {
+  std::function<void()> body;
+  int64_t elements;
+};
+
+const Kernels& table() { return *HALFBYTE_TABLE(); }
+
+uint8_t* packed_rows(const RowLayout& l, int64_t rows) {
+  auto* packed = static_cast<uint8_t*>(scratch(rows * l.row_bytes));
+  table().quantize_rows(filled<float>(rows * K), DType::kFloat32, nullptr, rows, l, packed);
+  return packed;
+}
+
+Work dequantize(int32_t format, int64_t block, int64_t rows) {
+  const RowLayout l = row_layout(format, block, K);
+  const uint8_t* packed = packed_rows(l, rows);
+  void* out = scratch(rows * K * 2);
+  return {[=] { table().dequantize_rows(packed, rows, l, DType::kBFloat16, out, false); }, rows * K};
+}
+
+Work quantize(int32_t format, int64_t block, int64_t rows) {
+  const RowLayout l = row_layout(format, block, K);
+  const auto* input = filled<uint16_t>(rows * K);
+  auto* packed = static_cast<uint8_t*>(scratch(rows * l.row_bytes));
+  return {[=] { table().quantize_rows(input, DType::kBFloat16, nullptr, rows, l, packed); }, rows * K};
+}
+
+// Instructions per weight, for all tokens together.
+Work linear(int64_t tokens, Compute compute, int64_t rows) {
+  const LinearKernels& k = table().linear;
+  if (compute == Compute::kBFloat16 && !k.has_bfloat16) return {[] {}, 0};
+  const RowLayout l = row_layout(kNF4, 64, K);
+  const uint8_t* packed = packed_rows(l, rows);
+  const auto* x = filled<uint16_t>(tokens * K);
+  void* units = scratch(512 * K * 4);
+  const LinearOutput out{scratch(tokens * rows * 2), nullptr, rows, DType::kBFloat16};
+  if (tokens <= k.direct_tokens[int(compute)]) {
+    k.prepare_direct(x, DType::kBFloat16, tokens, l, compute, units);
+    return {[=, &k] { k.direct(packed, 0, rows, l, compute, units, tokens, nullptr, out); }, rows * K};
+  }
+  k.prepare_tiled(x, DType::kBFloat16, tokens, l, compute, 0, (tokens + k.tile_tokens - 1) / k.tile_tokens, units);
+  void* panel = scratch(k.scratch_bytes);
+  return {[=, &k] { k.tiled(packed, 0, rows, l, compute, units, tokens, nullptr, out, panel); }, rows * K};
+}
+
+Work int8_linear(int64_t tokens, int64_t rows) {
+  const Int8LinearKernels& k = table().int8_linear;
+  const RowLayout l = row_layout(kInt8, 0, K);
+  const uint8_t *packed = packed_rows(l, rows), *x = packed_rows(l, tokens);
+  void* units = scratch(512 * K * 4);
+  auto* factors = filled<float>(tokens);
+  const LinearOutput out{scratch(tokens * rows * 2), nullptr, rows, DType::kBFloat16};
+  if (tokens <= k.direct_tokens) {
+    auto* sums = static_cast<int32_t*>(scratch(4 * tokens));
+    k.prepare_direct(x, tokens, l, units, sums, factors);
+    return {[=, &k] { k.direct(packed, 0, rows, l, units, sums, factors, tokens, out); }, rows * K};
+  }
+  const int64_t tile = table().linear.tile_tokens;
+  k.prepare_tiled(x, tokens, l, 0, (tokens + tile - 1) / tile, units, factors);
+  void* panel = scratch(table().linear.scratch_bytes);
+  return {[=, &k] { k.tiled(packed, 0, rows, l, units, factors, tokens, out, panel); }, rows * K};
+}
+
+Work optimizer(OptimizerRule rule, int64_t length, int64_t rows) {
+  OptimizerTensor t{};
+  const int64_t numel = rows * K;
+  t.param = filled<float>(numel), t.grad = filled<float>(numel);
+  t.row_length = length, t.blocks_per_row = (length + kStateBlock - 1) / kStateBlock;
+  const int64_t blocks = numel / length * t.blocks_per_row;
+  for (int m = 0; m < 2; ++m) {
+    t.codes[m] = static_cast<uint8_t*>(scratch(numel));
+    t.scales[m] = filled<float>(blocks);
+    memset(t.codes[m], m ? 0 : 127, size_t(numel));
+    for (int64_t b = 0; b < blocks; ++b) t.scales[m][b] = 0.0f;
+  }
+  OptimizerHyper h{};
+  h.lr = 1e-3, h.beta1 = 0.9, h.beta2 = 0.999, h.eps = 1e-8, h.weight_decay = 0.01, h.momentum = 0.9;
+  const OptimizerScalars s = optimizer_scalars(rule, h, h.lr, 1.0, 2);
+  table().optimizer.update(rule, t, s, 0, blocks);  // so that the moments are not all zero
+  return {[=] { table().optimizer.update(rule, t, s, 0, blocks); }, numel};
+}
+
+const std::map<std::string, std::function<Work(int64_t)>> kCases = {
+    {"dequantize nf4 to bf16", [](int64_t rows) { return dequantize(kNF4, 64, rows); }},
+    {"dequantize int8 to bf16", [](int64_t rows) { return dequantize(kInt8, 0, rows); }},
+    {"quantize bf16 to nf4", [](int64_t rows) { return quantize(kNF4, 64, rows); }},
+    {"quantize bf16 to int8", [](int64_t rows) { return quantize(kInt8, 0, rows); }},
+    {"linear nf4 M=1 in fp32", [](int64_t rows) { return linear(1, Compute::kFloat32, rows); }},
+    {"linear nf4 M=1 in bf16", [](int64_t rows) { return linear(1, Compute::kBFloat16, rows); }},
+    {"linear nf4 M=64 in fp32", [](int64_t rows) { return linear(64, Compute::kFloat32, rows); }},
+    {"linear nf4 M=64 in bf16", [](int64_t rows) { return linear(64, Compute::kBFloat16, rows); }},
+    {"int8_linear M=1", [](int64_t rows) { return int8_linear(1, rows); }},
+    {"int8_linear M=64", [](int64_t rows) { return int8_linear(64, rows); }},
+    {"adamw8bit fp32, wide rows", [](int64_t rows) { return optimizer(OptimizerRule::kAdamW, K, rows); }},
+    {"adamw8bit fp32, rows of 16", [](int64_t rows) { return optimizer(OptimizerRule::kAdamW, 16, rows); }},
+    {"lion8bit fp32, wide rows", [](int64_t rows) { return optimizer(OptimizerRule::kLion, K, rows); }},
+    {"sgd8bit fp32, wide rows", [](int64_t rows) { return optimizer(OptimizerRule::kSGD, K, rows); }},
+};
+
+// Steps a child from its first SIGTRAP to its second.
+int64_t count_instructions(const std::function<void()>& body) {
+  const pid_t child = fork();
+  if (child == 0) {
+    ptrace(PTRACE_TRACEME, 0, nullptr, nullptr);
+    raise(SIGSTOP);
+    body();
+    raise(SIGUSR1);
+    _exit(0);
+  }
+  int status = 0;
+  waitpid(child, &status, 0);
+  int64_t steps = 0;
+  for (;; ++steps) {
+    if (ptrace(PTRACE_SINGLESTEP, child, nullptr, nullptr) != 0) return -1;
+    waitpid(child, &status, 0);
+    if (!WIFSTOPPED(status) || WSTOPSIG(status) == SIGUSR1) break;
+    if (WSTOPSIG(status) != SIGTRAP) return -1;
+  }
+  kill(child, SIGKILL);
+  waitpid(child, &status, 0);
+  return steps;
+}
+
+}  // namespace
+
+extern "C" [[gnu::noinline]] void measured(const std::function<void()>* body) { (*body)(); }
+
+int main(int argc, char** argv) {
+  if (argc == 1) {
+    for (const auto& [name, make] : kCases) std::printf("%s\n", name.c_str());
+    return 0;
+  }
+  const Work work = kCases.at(argv[1])(std::atol(argv[2]));
+  const int64_t steps = argc > 3 && work.elements ? count_instructions(work.body) : 0;
+  if (argc <= 3) measured(&work.body);
+  std::printf("%ld %ld\n", long(work.elements), long(steps));
+  return steps < 0;
+}
