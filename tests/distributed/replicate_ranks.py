@@ -87,8 +87,13 @@ def main(folder: Path) -> None:
 
     with pytest.raises(ValueError if rank == 0 else RuntimeError, match="no such luck"):
         replicate(fail)
+    def hooked() -> torch.nn.Module:
+        layer = torch.nn.Linear(2, 2)
+        layer.register_forward_hook(lambda *_: None)
+        return layer
+
     with pytest.raises(NotImplementedError if rank == 0 else RuntimeError, match="can't be handed to the other ranks"):
-        replicate(lambda: torch.nn.ModuleList([torch.nn.Linear(2, 2)]).register_forward_hook)
+        replicate(hooked)
     dist.barrier()
     print("DONE")
 
