@@ -173,7 +173,12 @@ def verify(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None 
         from halfbyte.nn.convert import nothing_quantized
 
         raise nothing_quantized(model, "verify")
-    sharded = [name for name, m in packed.items() if is_dtensor(m.weight) or getattr(m.weight, "_fsdp_flattened", False)]
+    sharded = [
+        name
+        for name, module in packed.items()
+        for rows in module.parameters(recurse=False)
+        if is_dtensor(rows) or getattr(rows, "_fsdp_flattened", False)
+    ]
     if sharded:
         raise ValueError(
             f"verify: {clean_name(sharded[0])} is sharded, no rank has all of its rows; verify the model before that"
