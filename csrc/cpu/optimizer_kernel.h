@@ -174,6 +174,12 @@ int64_t update_narrow(const OptimizerTensor& t, const OptimizerScalars& s, int64
     for (int r = 0; r < kRows; ++r) {
       first_bits[r] = largest(first_max[r]);
       second_bits[r] = largest(second_max[r]);
+      if (first_bits[r] >= kInfBits || second_bits[r] >= kInfBits) [[unlikely]] {
+        const int at = r * V * kWidth;
+        const MomentMaxima most = restart_non_finite(first + at, kTwo ? second + at : nullptr, V * kWidth);
+        first_bits[r] = most.first;
+        second_bits[r] = most.second;
+      }
     }
     encode_rows<true, V>(first, first_bits, block.first_codes, first_scale);
     if constexpr (kTwo) encode_rows<false, V>(second, second_bits, block.second_codes, second_scale);

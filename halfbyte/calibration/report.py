@@ -40,6 +40,7 @@ class CalibrationReport(Report):
     """The `Report` of a calibrated model, with what was measured on the way.
 
     Attributes:
+        rows: as in `Report`.
         layers: a `CalibratedLayer` per quantized layer, in the order of the model.
         settings: format, method, tokens and whatever else decides the bytes.
         seconds: time it took, runs before a resume not counted.
