@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+import halfbyte
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 CODE = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
@@ -51,6 +53,24 @@ def test_code_with_lightning_trains(tmp_path: Path) -> None:
     names["trainer"].fit(module, torch.utils.data.DataLoader(batches, batch_size=None))
     packed = [m for m in module.modules() if isinstance(m, nn.Linear) and m.weight.dtype == torch.uint8]
     assert len(packed) == 14
+
+
+def test_code_that_loads_any_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    class Model(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.Linear(64, 32), nn.LayerNorm(32), nn.Linear(32, 8))
+
+    dense = Model()
+    (tmp_path / "checkpoint-folder").mkdir()
+    save_file(dense.state_dict(), tmp_path / "checkpoint-folder" / "model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    (code,) = [block for block in CODE if "load_quantized" in block]
+    names: dict[str, object] = {"Model": Model}
+    exec(code, names)
+    assert torch.equal(names["model"][0].weight, halfbyte.quantize(dense[0].weight.detach(), "nf4"))
+    assert (tmp_path / "packed-folder").is_dir()
 
 
 def test_links_lead_somewhere() -> None:

@@ -28,7 +28,7 @@ def schemas() -> list[str]:
 @needs_library
 @pytest.mark.parametrize("name", schemas())
 def test_every_op_has_a_cuda_kernel(name: str) -> None:
-    key = "CompositeExplicitAutograd" if name in ("quantize_broadcast_", "quantize_scatter_") else "CUDA"  # Python, collective
+    key = "CompositeExplicitAutograd" if name in ("quantize_broadcast_", "quantize_scatter_") else "CUDA"
     assert torch._C._dispatch_has_kernel_for_dispatch_key(f"halfbyte::{name}", key)
 
 
