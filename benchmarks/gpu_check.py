@@ -226,18 +226,39 @@ def qlora_linear(b: Bench) -> None:
     a, c = b.randn(16, k).requires_grad_(), b.randn(n, 16).requires_grad_()
     g = b.randn(m, n)
 
-    def step(base: Callable[[], Tensor]) -> None:
-        torch.autograd.grad(base() + F.linear(F.linear(x, a), c), (x, a, c), g)
+    def step(y: Tensor) -> None:
+        torch.autograd.grad(y, (x, a, c), g)
 
     b.compare(
         f"QLoRA linear fwd+bwd r=16 M={m}",
         {
-            "halfbyte": lambda _: step(lambda: halfbyte.ops.linear(x, packed, None, "nf4", k)),
-            "bf16 LoRA": lambda _: step(lambda: F.linear(x, dense)),
+            "halfbyte": lambda _: step(halfbyte.ops.lora_linear(x, packed, None, a, c, 1.0, "nf4", k)),
+            "halfbyte, branch beside it": lambda _: step(
+                halfbyte.ops.linear(x, packed, None, "nf4", k) + F.linear(F.linear(x, a), c)
+            ),
+            "bf16 LoRA": lambda _: step(F.linear(x, dense) + F.linear(F.linear(x, a), c)),
         },
         flops=4.0 * m * n * k,
         graphs=False,
     )
+
+
+def int8_linears(b: Bench) -> None:
+    """int8 rows times activations quantized per token, beside the same rows decoded."""
+    for batch in (16, 512, 4096):
+        m, n, k = b.size(batch, 64), b.size(4096), b.size(4096)
+        x, dense = b.randn(m, k), b.randn(n, k)
+        packed = halfbyte.quantize(dense, "int8")
+        b.compare(
+            f"int8_linear M={m} {n}x{k}",
+            {
+                "halfbyte": lambda _: halfbyte.ops.int8_linear(x, packed, None, k),  # noqa: B023
+                "halfbyte, decoded": lambda _: halfbyte.ops.linear(x, packed, None, "int8", k),  # noqa: B023
+                "bf16 cuBLAS": lambda _: F.linear(x, dense),  # noqa: B023
+            },
+            n * k + 2 * m * (n + k),
+            2.0 * m * n * k,
+        )
 
 
 def optimizers(b: Bench) -> None:
@@ -429,6 +450,7 @@ def main() -> int:
         "codec": codec,
         "linears": linears,
         "qlora_linear": qlora_linear,
+        "int8_linear": int8_linears,
         "optimizers": optimizers,
         "host_cost": host_cost,
         "train_8b": train_8b,

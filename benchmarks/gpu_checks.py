@@ -21,7 +21,7 @@ Check = Callable[[torch.device], None]
 CHECKS: dict[str, Check] = {}
 CUDA_ONLY: set[str] = set()
 # Ops whose result is a sum in an order of its own: compared by a bound instead of bytes.
-SUMS = {"linear", "linear_backward_input"}
+SUMS = {"linear", "linear_backward_input", "lora_linear", "lora_linear_backward_input"}
 
 
 def check(function: Check) -> Check:
@@ -45,6 +45,8 @@ def moved(values: Any, device: Any) -> Any:
     """A copy of nested arguments with their tensors on `device`."""
     if isinstance(values, Tensor):
         return values.detach().to(device, copy=True)
+    if isinstance(values, testing.Call):
+        return testing.Call.of(*(moved(v, device) for v in values), **{k: moved(v, device) for k, v in values.keywords.items()})
     return type(values)(moved(v, device) for v in values) if isinstance(values, (list, tuple)) else values
 
 
@@ -77,7 +79,8 @@ def every_sample_of_every_op_equals_the_cpu(device: torch.device) -> None:
         op = getattr(torch.ops.halfbyte, name).default
         for sample in testing.SPECS[name].samples(str(device)):
             ours, cpu = moved(sample, device), moved(sample, "cpu")
-            results = zip(tensors_of(op(*ours)), tensors_of(op(*cpu)), strict=True)
+            outputs = (op(*call, **testing.keywords_of(call)) for call in (ours, cpu))
+            results = zip(*map(tensors_of, outputs), strict=True)
             for a, b in [*results, *zip(tensors_of(ours), tensors_of(cpu), strict=True)]:
                 assert_same(name, a, b)
 
@@ -86,7 +89,8 @@ def every_sample_of_every_op_equals_the_cpu(device: torch.device) -> None:
 def opcheck_of_every_sample(device: torch.device) -> None:
     for name in ops():
         for sample in testing.SPECS[name].samples(str(device)):
-            torch.library.opcheck(getattr(torch.ops.halfbyte, name).default, sample)
+            op = getattr(torch.ops.halfbyte, name).default
+            torch.library.opcheck(op, tuple(sample), testing.keywords_of(sample))  # pytree does not look into a Call
 
 
 @check
@@ -96,7 +100,7 @@ def hostile_arguments_raise(device: torch.device) -> None:
             if name == "embedding" and kind is IndexError and device.type == "cuda":
                 continue  # checked on the device, by an assertion that ends the context: test_on_gpu.py has it in a process
             try:
-                getattr(torch.ops.halfbyte, name).default(*arguments)
+                getattr(torch.ops.halfbyte, name).default(*arguments, **testing.keywords_of(arguments))
             except kind as error:
                 assert re.search(text, str(error)), (name, text, str(error))  # noqa: PT017
             else:
