@@ -46,7 +46,8 @@ def moved(values: Any, device: Any) -> Any:
     if isinstance(values, Tensor):
         return values.detach().to(device, copy=True)
     if isinstance(values, testing.Call):
-        return testing.Call.of(*(moved(v, device) for v in values), **{k: moved(v, device) for k, v in values.keywords.items()})
+        keywords = {name: moved(value, device) for name, value in values.keywords.items()}
+        return testing.Call.of(*(moved(value, device) for value in values), **keywords)
     return type(values)(moved(v, device) for v in values) if isinstance(values, (list, tuple)) else values
 
 
