@@ -55,5 +55,7 @@ def test_gpu_check_dry_run(tmp_path: Path) -> None:
     assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-3000:]
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["failed"] == []
-    assert {row["title"].split()[0] for row in result["rows"]} == {"dequantize", "quantize", "linear", "QLoRA", "AdamW8"}
+    assert {row["title"].split()[0] for row in result["rows"]} == {
+        "dequantize", "quantize", "linear", "QLoRA", "int8_linear", "AdamW8"
+    }
     assert result["train_8b"]["tokens_per_s"] > 0
