@@ -173,7 +173,7 @@ def main() -> None:
         f"Loading a Llama of {count / 1e6:.0f} M parameters from local safetensors, medians of {args.rounds} processes; "
         f"MiB of RssAnon and RssFile above what the imports took."
     )
-    harness.save_tables("load", [harness.Table(title, COLUMNS, rows)], args.json)
+    harness.save_table("load", title, COLUMNS, rows, args.json)
 
 
 if __name__ == "__main__":

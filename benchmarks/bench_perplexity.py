@@ -108,7 +108,7 @@ def main() -> None:
         f"Perplexity of SmolLM2-135M-Instruct, whose dense weights are dequantized from Q4_1, on {count} "
         f"tokens of pydoc_data.topics of Python {sys.version.split()[0]} in windows of {WINDOW}, computed in float32."
     )
-    harness.save_tables("perplexity", [harness.Table(title, COLUMNS, rows)], args.json)
+    harness.save_table("perplexity", title, COLUMNS, rows, args.json)
 
 
 if __name__ == "__main__":
