@@ -86,37 +86,27 @@ def replicate(
             module, tensors = _unpacked(hear_data(ranks), alike)
         entries = [_entry(index, tensor) for index, tensor in enumerate(tensors)]
         spans = [[(0, entry.rows) for entry in entries]] * ranks.world
-        targets = [_Whole(entry, tensor) for entry, tensor in zip(entries, tensors, strict=True)]
         buckets = plan_buckets(entries, spans, bucket_bytes)
         if ranks.is_source:
             source = TensorSource({entry.name: tensor for entry, tensor in zip(entries, tensors, strict=True)})
-            kept = [_Kept(entry) for entry in entries]
-            send(ranks, kept, spans, buckets, lambda fill, still_wanted: fill(source), lambda nbytes: None)
+            targets = [_Target(entry, None) for entry in entries]
+            send(ranks, targets, spans, buckets, lambda fill, still_wanted: fill(source), lambda nbytes: None)
         else:
-            receive(ranks, targets, buckets)
+            receive(ranks, [_Target(entry, tensor) for entry, tensor in zip(entries, tensors, strict=True)], buckets)
     return module
 
 
-class _Whole:
-    """A tensor that is received."""
+class _Target:
+    """A whole tensor: the source has it, another rank writes what arrives."""
 
-    def __init__(self, entry: Any, tensor: Tensor) -> None:
+    def __init__(self, entry: Any, received: Tensor | None) -> None:
         self.entry, self.start, self.stop = entry, 0, entry.rows
-        self._bytes = tensor.detach().view(-1).view(torch.uint8)
+        self._bytes = None if received is None else received.detach().view(-1).view(torch.uint8)
 
     def write(self, first: int, data: Tensor) -> None:
-        begin = first * self.entry.row_nbytes
-        self._bytes[begin : begin + data.numel()].copy_(data)
-
-
-class _Kept:
-    """A tensor that the source has."""
-
-    def __init__(self, entry: Any) -> None:
-        self.entry, self.start, self.stop = entry, 0, entry.rows
-
-    def write(self, first: int, data: Tensor) -> None:
-        pass
+        if self._bytes is not None:
+            begin = first * self.entry.row_nbytes
+            self._bytes[begin : begin + data.numel()].copy_(data)
 
 
 def _entry(index: int, tensor: Tensor) -> Any:

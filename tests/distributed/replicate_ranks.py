@@ -81,6 +81,9 @@ def main(folder: Path) -> None:
     same(outer)
     assert sum(isinstance(m, QuantLinear) for m in model.modules()) == 14
 
+    transposed = replicate(lambda: torch.arange(6.0).view(2, 3).t())
+    assert torch.equal(transposed, torch.arange(6.0).view(2, 3).t())
+
     def fail() -> None:
         time.sleep(3)  # longer than the ranks wait without a word
         raise ValueError("no such luck")
