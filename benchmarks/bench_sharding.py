@@ -339,7 +339,7 @@ def compare(folder: Path, models: list[str]) -> list[dict[str, Any]]:
                 "peak_bytes_building": max(f["building"] for f in found),
                 "peak_bytes_training": max(f["training"] for f in found),
             }
-            if row["loss_difference"] > 1e-4 or not row["resume_restores_every_tensor"]:
+            if row["loss_difference"] > 1e-4 or row["output_difference"] or not row["resume_restores_every_tensor"]:
                 raise AssertionError(f"{kind} does not do what one device does: {row}")
             rows.append(row)
     return rows
