@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -138,7 +139,8 @@ def test_killed_at_any_point_it_goes_on_where_it_was(dense, tmp_path, monkeypatc
     def dies_at(number: int):
         def write(file, *args):
             if len(written) == number:
-                (file.parent / f".{file.name}.99999999.ab.tmp").write_bytes(b"half")  # what a kill leaves
+                left = folder_module.temporary_of(file).name.replace(str(os.getpid()), "99999999")
+                (file.parent / left).write_bytes(b"half")  # what a kill leaves
                 raise KeyboardInterrupt
             written.append(file.name)
             original(file, *args)
