@@ -94,6 +94,47 @@ def a_slow_source_is_not_a_dead_one(folder: Path) -> None:
         check(model)
 
 
+def filling_and_sending_overlap(folder: Path) -> None:
+    """Both made slow: while one bucket is sent, the next is filled. A bar counts the bytes, on the source alone."""
+    fill, scatter = sources.CheckpointSource.fill, loading.LoaderGroup.scatter
+    spans: dict[str, list[tuple[float, float]]] = {"filled": [], "sent": []}
+    bars: list[Any] = []
+
+    def slowly(original: Any, name: str) -> Any:
+        def call(self: Any, *arguments: Any) -> None:
+            begun = time.monotonic()
+            time.sleep(0.01)
+            original(self, *arguments)
+            spans[name].append((begun, time.monotonic()))
+
+        return call
+
+    class Bar:
+        def __init__(self, total: int, **_: Any) -> None:
+            self.total, self.count = total, 0
+            bars.append(self)
+
+        def update(self, count: int) -> None:
+            self.count += count
+
+        def close(self) -> None:
+            pass
+
+    with (
+        patch.object(sources.CheckpointSource, "fill", slowly(fill, "filled")),
+        patch.object(loading.LoaderGroup, "scatter", slowly(scatter, "sent")),
+        patch("tqdm.auto.tqdm", Bar),
+    ):
+        model = fully_shard(on_meta("nf4"), checkpointing=False)
+        halfbyte.load_quantized(model, folder / "dense")
+        check(model)
+    assert len(bars) == (1 if dist.get_rank() == 0 else 0)
+    if bars:
+        assert bars[0].count == bars[0].total > 0
+        both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans["filled"] for c, d in spans["sent"])
+        assert both > 0.5 * sum(b - a for a, b in spans["sent"]), spans
+
+
 def a_damaged_cache_under_fsdp2(folder: Path) -> None:
     if dist.get_rank() == 0:
         flip(folder)
@@ -122,6 +163,7 @@ if __name__ == "__main__":
     else:
         successes(folder)
         a_slow_source_is_not_a_dead_one(folder)
+        filling_and_sending_overlap(folder)
         a_damaged_cache_under_fsdp2(folder)
     print("DONE", flush=True)
     dist.destroy_process_group()
