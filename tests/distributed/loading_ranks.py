@@ -12,7 +12,7 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from checkpoints import Net, check, on_meta, values, write_dense
-from faults import flip
+from fault_cases import flip
 
 import halfbyte
 from halfbyte import reference
