@@ -25,7 +25,7 @@ from halfbyte.distributed.loading import (
     send,
 )
 
-__all__ = ["replicate"]
+__all__ = ["replicate", "replicating"]
 
 T = TypeVar("T")
 
@@ -92,6 +92,11 @@ def replicate(
         else:
             receive(ranks, [_Target(entry, tensor) for entry, tensor in zip(entries, tensors, strict=True)], buckets)
     return module
+
+
+def replicating() -> bool:
+    """Whether this thread is inside the `make` of a `replicate`: what it makes is for all ranks already."""
+    return _thread.making
 
 
 class _Target:
