@@ -259,7 +259,8 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     Names are those of the state dict, tied tensors are written once. The header of each file says the format, K and
     checksum of every tensor. A transformers model's config.json is written too, so that `from_pretrained` (with
     `peft_bridge` imported) loads the folder as well. What was in the folder is replaced when all is written; a crash leaves
-    the old content or the new, whole.
+    the old content or the new, whole (to `load_quantized`: after a crash in the last step of all, `from_pretrained` still
+    finds the old config.json beside the new weights; save again).
 
     Args:
         model: any module with packed layers.
