@@ -175,7 +175,7 @@ def test_two_fsdp_ranks_train_like_one_process(checkpoint, tmp_path):
     lines = [[line for line in text.splitlines() if line.startswith("CASE ")] for text in outputs]
     assert lines[0] == lines[1]
     found = {name: eval(values) for name, _, values in (line.removeprefix("CASE ").partition(": ") for line in lines[0])}
-    assert len(found) == 2 * 12 + 2 + 3 + 2
+    assert len(found) == 2 * 12 + 4 + 3 + 2
     head = ["lm_head"]
 
     def one(kind, **settings):  # one process sees the batches of both ranks: 2 x 2 rows a step

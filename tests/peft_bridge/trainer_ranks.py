@@ -164,7 +164,7 @@ def main():
         case(f"hf-{version} blocks recomputed", version, config={"activation_checkpointing": True})
         case(f"sft-{version} packing", version, "sft", packing=True)
         case(f"hf-{version} bf16", version, dtype=torch.bfloat16, bf16=True)
-    case("hf-1 flat", 1, config={"use_orig_params": "false"})
+    resumed("hf-1 flat", 1, {"use_orig_params": "false"})
     case("hf-1 gathered in backward only", 1, config={"reshard_after_forward": "shard_grad_op"})
     saved = resumed("hf-1 head", 1, modules_to_save=["lm_head"])
     in_one_process(saved, "hf-1 head", ["lm_head"])
