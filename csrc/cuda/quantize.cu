@@ -3,10 +3,8 @@
 // nf4, fp4: `lanes` threads of a warp own one block; each takes units of 8 elements (one 16-byte load of 16-bit inputs, one
 // 4-byte store of codes), so a block of 64 is 8 lanes and its absmax three shuffles. Up to 256 elements stay in registers,
 // larger blocks are read again, from L1. -dq, int8 and fp8 have one scale (or step and low) per row: one CTA per row.
-#include "elements.h"
-#include "geometry.h"
 #include "kernels.h"
-#include "launch.h"
+#include "row_units.h"
 
 namespace halfbyte::cuda {
 namespace {
@@ -29,41 +27,6 @@ struct QuantizeArgs {
   int load_width;        // bytes an input load may take
   EncodeTable table;
 };
-
-template <class T>
-struct alignas(16) Vector16 {
-  T value[16 / sizeof(T)];
-};
-
-// Elements of one unit as floats; missing ones are 0, which changes no absmax and is overwritten by no code.
-template <class T>
-__device__ inline void load_unit(const T* source, int count, int width, float (&values)[kUnit]) {
-  if (count == kUnit && width >= 16) {
-    constexpr int kPerLoad = 16 / int(sizeof(T));
-#pragma unroll
-    for (int p = 0; p < kUnit / kPerLoad; ++p) {
-      const Vector16<T> loaded = reinterpret_cast<const Vector16<T>*>(source)[p];
-#pragma unroll
-      for (int i = 0; i < kPerLoad; ++i) values[p * kPerLoad + i] = to_float(loaded.value[i]);
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < int(kUnit); ++i) values[i] = i < count ? to_float(source[i]) : 0.0f;
-}
-
-__device__ inline uint32_t largest_bits(const float (&values)[kUnit]) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < int(kUnit); ++i) largest = max(largest, float_bits(values[i]) & 0x7FFFFFFFu);
-  return largest;
-}
-
-// Maximum over groups of `lanes` neighbouring threads; every thread of the warp must call it.
-__device__ inline uint32_t group_max(uint32_t value, int lanes) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, offset));
-  return value;
-}
 
 __device__ inline int clamp_count(int64_t left) { return left <= 0 ? 0 : left < kUnit ? int(left) : int(kUnit); }
 
@@ -153,18 +116,6 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks_kernel(const Quantiz
       if (b == l.num_blocks - 1) store_padding(row, l, l.code_bytes, l.scales_offset + 4 * l.num_blocks);
     }
   }
-}
-
-// Maximum over the CTA; `shared` has one word per warp.
-__device__ inline uint32_t cta_max(uint32_t value, uint32_t* shared) {
-  value = group_max(value, 32);
-  __syncthreads();  // the previous use of `shared` is over
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  uint32_t result = 0;
-#pragma unroll
-  for (int w = 0; w < kWarps; ++w) result = max(result, shared[w]);
-  return result;
 }
 
 // A -dq row: pass 1 finds the smallest and largest absmax, pass 2 encodes; the row is read four times, three from cache.
