@@ -2,12 +2,12 @@
 
     python benchmarks/sass_counts.py [--only linear] [--json OUT.json]
 
-Compiles csrc/cuda/*.cu for sm_90 with the flags of setup.py, reads ptxas' figures, and disassembles (nvdisasm of the toolkit,
-of $NVDISASM, or of the triton package, which carries one). Instructions are counted along one way through the loop that does
-the work: the one that touches the most vector memory, shuffles and tensor cores, and the shortest of these; loops inside it
-count once. "issue at the floor" is the share of all issue slots (132 multiprocessors x 4 x 1.8 GHz) that the kernel needs where
-its bytes move at 4.3 TB/s: above 100 % it cannot reach the memory floor, and below about 60 % issue slots are not its problem.
-`make gpu` measures the same kernels on a GPU.
+Compiles csrc/cuda/*.cu for sm_90 with the flags of setup.py, reads ptxas' figures, and disassembles (nvdisasm of the
+toolkit, of $NVDISASM, or of the triton package, which carries one). Instructions are counted along one way through the loop
+that does the work: the one with the most wide accesses, shared memory, shuffles, products and tensor cores and no slow path
+of a division; loops inside it count once. "issue at the floor" is the share of all issue slots (132 multiprocessors x 4 x
+1.8 GHz) that the kernel needs where its bytes move at 4.3 TB/s: above 100 % it cannot reach the memory floor, below about
+60 % issue slots are not its problem. `make gpu` measures the same kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 ISSUE = 132 * 4 * 1.8e9 * 32  # thread instructions a second, H200
 COPY = 4.3e12  # bytes a second, H200
-HOT = r"(LDG|STG)\S*\.(64|128)|LDS|SHFL|HMMA|IDP|STG\.E |LDG\.E "
+HOT = r"(LDG|STG)\S*\.(64|128)|LDS|SHFL|HMMA|IDP|FMUL|STG\.E |LDG\.E "
+COLD = r"CALL|FCHK|(LDG|STG)\S*\.U8"  # the slow ends of divisions, and rows that no wide access fits
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class Case:
         bytes: moved per element at least.
         loop: regular expression of an instruction in the loop that does the work; the smallest such loop is taken.
         note: what stands between the kernel and its floor.
+        hot: what the way through the loop should meet.
     """
 
     name: str
@@ -56,72 +58,163 @@ class Case:
     bytes: float
     loop: str
     note: str
+    hot: str = HOT
 
 
 BF16 = "13__nv_bfloat16"
 CASES = [
     Case(
-        "dequantize nf4 to bf16", "dequantize", f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE0ELb0E", r"STG\.E\.128", 8, 2.5625,
-        "STG", "SHF and SHFL make a value, FMUL and half an F2FP the result: 3.4 of the instructions a weight; the rest is "
-        "addressing, once per 32 weights. Issue is no limit; what remains is to keep 32 KB in flight, which 4 loads a lane at "
-        "full occupancy do.",
+        name="dequantize nf4 to bf16",
+        file="dequantize",
+        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE0ELb0E",
+        unit=r"STG\.E\.128",
+        elements=8,
+        bytes=2.5625,
+        loop="STG",
+        note="a shift and a shuffle make a value, a product and half a packing the result: 3.4 of the instructions a "
+        "weight; the rest is addressing, once per 32 weights. Issue is no limit; what remains is latency: 4 loads"
+        " of codes and of scales a lane are in flight at full occupancy, 32 KB of codes a multiprocessor.",
     ),
     Case(
-        "dequantize nf4-dq to bf16", "dequantize", f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE1ELb0E", r"STG\.E\.128", 8, 2.52,
-        "STG", "As nf4, plus a conversion and an FFMA per 8 weights for the scale.",
+        name="dequantize nf4-dq to bf16",
+        file="dequantize",
+        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE1ELb0E",
+        unit=r"STG\.E\.128",
+        elements=8,
+        bytes=2.52,
+        loop="STG",
+        note="as nf4, plus a conversion and a fused product per 8 weights for the scale.",
     ),
     Case(
-        "dequantize int8 to bf16", "dequantize", f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE2ELb0E", r"STG\.E\.128", 8, 3.0,
-        "STG", "The byte conversion runs at a quarter of the rate (16 a clock), which is still twice what the bytes need.",
+        name="dequantize int8 to bf16",
+        file="dequantize",
+        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE2ELb0E",
+        unit=r"STG\.E\.128",
+        elements=8,
+        bytes=3.0,
+        loop="STG",
+        note="conversions of bytes run at 16 a clock, over twice what the bytes need.",
     ),
     Case(
-        "dequantize fp8 to bf16", "dequantize", f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE3ELb0E", r"STG\.E\.128", 8, 3.0,
-        "STG", "Codes are moved into floats by integer arithmetic, the same on every architecture; the conversion instruction of "
-        "sm_89 would save 3 of them.",
+        name="dequantize fp8 to bf16",
+        file="dequantize",
+        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE3ELb0E",
+        unit=r"STG\.E\.128",
+        elements=8,
+        bytes=3.0,
+        loop="STG",
+        note="codes are moved into floats by integer arithmetic, the same on every architecture.",
     ),
     Case(
-        "quantize bf16 to nf4", "quantize", f"quantize_blocks_kernelI{BF16}Lb0ELb1E", r"LDG\.E\.128", 8, 2.5625, r"LDG\.E\.128",
-        "One product, one bucket, one comparison a value; the block's absmax is 3 shuffles, which the way below counts once.",
+        name="quantize bf16 to nf4",
+        file="quantize",
+        symbol=f"quantize_segments_kernelI{BF16}Lb0ELb0E",
+        unit=r"LDG\.E\.128",
+        elements=8,
+        bytes=2.5625,
+        loop=r"LDG\.E\.128",
+        note="over its issue slots at the floor, so 1.2 times the floor is the best it can do. Per value: unpacking, "
+        "the maximum, a product, the bucket, two shuffles (threshold, rank), a comparison, two to pack: 10; the "
+        "exact reciprocal, its check and the scale per 8 values are most of the rest.",
     ),
     Case(
-        "quantize bf16 to int8, pass 2", "quantize", f"quantize_rows_8bit_kernelI{BF16}Lb0E", r"STG\.E\.64", 8, 3.0, r"STG\.E\.64",
-        "Pass 1 reads the row for its absmax, pass 2 again, from L2: both are one way over the row.",
+        name="quantize bf16 to int8, second pass",
+        file="quantize",
+        symbol=f"quantize_rows_8bit_kernelI{BF16}Lb0E",
+        unit=r"STG\.E\.64",
+        elements=8,
+        bytes=3.0,
+        loop=r"STG\.E\.64",
+        note="the first pass reads the row for its absmax, the second again, from L2.",
     ),
     Case(
-        "linear nf4 bf16, M <= 8", "linear_small", f"linear_small_kernelI{BF16}Lb0ELi1E", "HMMA", 8, 0.5625, "HMMA",
-        "A dot product of bytes makes the address, a shared load the two values: 1 instruction a weight, and a tensor core "
-        "instruction per 8. Half of the issue slots are left at the floor, so latency decides: 2 KB in flight a warp, 16 warps.",
+        name="linear nf4 bf16, M <= 8",
+        file="linear_small",
+        symbol=f"linear_small_kernelI{BF16}Lb0ELi1E",
+        unit="HMMA",
+        elements=8,
+        bytes=0.5625,
+        loop="HMMA",
+        note="a dot product of bytes makes the address and a shared load the two values of a byte: 1 instruction a "
+        "weight; a tensor core instruction per 8. Half of the issue slots are free at the floor, shared memory is"
+        " half busy, so latency decides: 2 KB a warp in flight, 16 warps a multiprocessor.",
     ),
     Case(
-        "linear nf4 bf16, M <= 16", "linear_small", f"linear_small_kernelI{BF16}Lb0ELi2E", "HMMA", 4, 0.5625, "HMMA",
-        "The same decoding feeds a second tensor core instruction and a second set of sums.",
+        name="linear nf4 bf16, M <= 16",
+        file="linear_small",
+        symbol=f"linear_small_kernelI{BF16}Lb0ELi2E",
+        unit="HMMA",
+        elements=4,
+        bytes=0.5625,
+        loop="HMMA",
+        note="the same decoding feeds a second tensor core instruction and a second set of sums.",
     ),
     Case(
-        "linear nf4-dq bf16, M <= 8", "linear_small", f"linear_small_kernelI{BF16}Lb1ELi1E", "HMMA", 8, 0.52, "HMMA",
-        "As nf4, plus the scales' decoding, per 32 weights of a lane.",
+        name="linear nf4-dq bf16, M <= 8",
+        file="linear_small",
+        symbol=f"linear_small_kernelI{BF16}Lb1ELi1E",
+        unit="HMMA",
+        elements=8,
+        bytes=0.52,
+        loop="HMMA",
+        note="as nf4, plus the scales' decoding per 32 weights of a lane.",
     ),
     Case(
-        "linear_backward_input nf4 bf16, M <= 8", "linear_backward_small", f"linear_backward_small_kernelI{BF16}Lb0ELi1E", "HMMA", 8,
-        0.5625, "HMMA", "The forward's decoding plus half a product with the scales a weight and the interleaving of two rows' "
-        "nibbles. Rows are 16-row steps apart, so 4 addresses a step are made of 64 bits each.",
+        name="linear_backward_input nf4 bf16, M <= 8",
+        file="linear_backward_small",
+        symbol=f"linear_backward_small_kernelI{BF16}Lb0ELi1E",
+        unit="HMMA",
+        elements=8,
+        bytes=0.5625,
+        loop="HMMA",
+        note="the forward's decoding, half a product with the scales a weight, the interleaving of two rows' nibbles, "
+        "and 64-bit addresses of 4 rows and their scales per 64 weights. Four fifths of its issue slots at the "
+        "floor: expect 60 to 70 % of it; decoding and multiplying apart moves 8 times the bytes.",
     ),
     Case(
-        "linear_backward_input nf4 bf16, M <= 16", "linear_backward_small", f"linear_backward_small_kernelI{BF16}Lb0ELi2E", "HMMA", 4,
-        0.5625, "HMMA", "As above with twice the sums: 128 registers, no spills.",
+        name="linear_backward_input nf4 bf16, M <= 16",
+        file="linear_backward_small",
+        symbol=f"linear_backward_small_kernelI{BF16}Lb0ELi2E",
+        unit="HMMA",
+        elements=4,
+        bytes=0.5625,
+        loop="HMMA",
+        note="as above with twice the sums.",
     ),
     Case(
-        "int8_linear by dp4a, 8 tokens", "int8_linear", f"int8_linear_kernelI{BF16}", "IDP", 0.5, 1.0, "IDP",
-        "Every token's codes are loaded again for each row, from L1. It is the way of M <= 16 and of shapes that "
+        name="int8_linear by dp4a, 8 tokens",
+        file="int8_linear",
+        symbol=f"int8_linear_kernelI{BF16}",
+        unit="IDP",
+        elements=0.5,
+        bytes=1.0,
+        loop="IDP",
+        note="every token's codes are loaded again for each row, from L1: the way of M <= 16 and of shapes that "
         "aten::_int_mm refuses.",
     ),
     Case(
-        "fp8_linear: tokens bf16 to e4m3", "fp8_linear", f"fp8_operands_kernelI{BF16}", r"LDG\.E\.128", 8, 3.0, r"LDG\.E\.128",
-        "Read once, kept in registers between the absmax and the codes. The encoder is integer arithmetic.",
+        name="fp8_linear, tokens bf16 to e4m3",
+        file="fp8_linear",
+        symbol=f"fp8_operands_kernelI{BF16}",
+        unit=r"STG\.E\.64",
+        elements=8,
+        bytes=3.0,
+        loop=r"BAR\.SYNC",
+        note="read once, kept in registers between the absmax and the codes; two values a conversion. The product that"
+        " follows reads N times more.",
     ),
     Case(
-        "AdamW, 8-bit moments, bf16 parameters", "optimizer", "optimizer_kernelILNS_13OptimizerRuleE0E", r"STG\.E\.64", 4, 10.06,
-        r"STG\.E\.64", "Two correctly rounded divisions and a square root a parameter, two encoders. Stochastic rounding is off "
-        "on this way.",
+        name="AdamW, 8-bit moments, 16-bit parameters",
+        file="optimizer",
+        symbol="optimizer_kernelILNS_13OptimizerRuleE0E",
+        unit=r"STG\.E\.64",
+        elements=4,
+        bytes=10.06,
+        loop=r"STG\.E\.64",
+        note="over twice its issue slots: about 2.2 times the floor, 42 ms for 8e9 parameters, is what this count "
+        "allows (the goal is 22). Per parameter: two encoders of 36, two decoders of 9, an exact square root and "
+        "an exact division of 14 each with their checks, 16 of addressing and table search.",
+        hot=r"STG\S*\.64",
     ),
 ]
 
@@ -130,7 +223,12 @@ def nvdisasm() -> str:
     """Path of a disassembler."""
     triton = importlib.util.find_spec("triton")
     beside = Path(triton.origin).parent / "backends/nvidia/bin/nvdisasm" if triton and triton.origin else None
-    for path in (os.environ.get("NVDISASM"), shutil.which("nvdisasm"), "/usr/local/cuda/bin/nvdisasm", beside and str(beside)):
+    for path in (
+        os.environ.get("NVDISASM"),
+        shutil.which("nvdisasm"),
+        "/usr/local/cuda/bin/nvdisasm",
+        beside and str(beside),
+    ):
         if path and Path(path).is_file():
             return path
     raise SystemExit("no nvdisasm: set $NVDISASM, or install a CUDA toolkit or triton, which carry one")
@@ -161,7 +259,7 @@ class Kernel:
     spills: int
 
     def residents(self, threads: int) -> int:
-        """CTAs a multiprocessor of sm_90 holds: 65536 registers in groups of 8 a thread, 227 KB with 1 KB a CTA, 2048 threads."""
+        """CTAs a multiprocessor of sm_90 holds: 65536 registers by 8 a thread, 227 KB with 1 KB a CTA, 2048 threads."""
         registers = -(-self.registers // 8) * 8 * threads
         return min(65536 // registers, (227 * 1024) // (self.shared + 1024), 2048 // threads, 32)
 
@@ -196,15 +294,17 @@ class Function:
                 self.next[-1].append(i + 1)
 
     def loops(self) -> Iterator[tuple[int, int]]:
-        """(head, tail) of every backward branch."""
+        """(head, tail) of every loop; a loop may have several branches back, the last one is its tail."""
+        tails: dict[int, int] = {}
         for i, targets in enumerate(self.next):
             for target in targets:
                 if target <= i and "BRA" in self.text[i]:
-                    yield target, i
+                    tails[target] = i
+        yield from tails.items()
 
-    def way(self, head: int, tail: int) -> list[str]:
+    def way(self, head: int, tail: int, hot: str) -> list[str]:
         """The instructions of the way from head to tail with the most hot ones, and the fewest others."""
-        worst = (-1, 0)
+        worst = (-(10**6), 0)
         best: dict[int, tuple[int, int]] = {tail: (0, 0)}
         follow: dict[int, int] = {}
         for i in range(tail, head - 1, -1):
@@ -214,9 +314,12 @@ class Function:
                 if score == worst:
                     continue
                 best[i], follow[i] = score, chosen
-            hot, others = best[i]
-            best[i] = (hot + bool(re.search(HOT, self.text[i] + " ")), others - 1)
+            met, others = best[i]
+            text = self.text[i] + " "
+            best[i] = (met + bool(re.search(hot, text)) - 10 * bool(re.search(COLD, text)), others - 1)
         at, taken = head, []
+        if head not in follow:
+            return []  # code of diverged warps jumps back from behind the kernel's end
         while at != tail:
             taken.append(self.text[at])
             at = follow[at]
@@ -234,14 +337,12 @@ def function_of(listing: str, symbol: str) -> Function:
 def count(case: Case, listing: str) -> tuple[int, float]:
     """Instructions and elements of one turn of a thread."""
     function = function_of(listing, case.symbol)
-    around = [
-        (head, tail)
-        for head, tail in function.loops()
-        if any(re.search(case.loop, text) for text in function.text[head : tail + 1])
-    ]
-    if not around:
+    for head, tail in sorted(function.loops(), key=lambda loop: loop[1] - loop[0]):
+        taken = function.way(head, tail, case.hot)
+        if any(re.search(case.loop, text) for text in taken):
+            break
+    else:
         raise SystemExit(f"{case.name}: no loop holds {case.loop}")
-    taken = function.way(*min(around, key=lambda loop: loop[1] - loop[0]))
     return len(taken), case.elements * sum(bool(re.search(case.unit, text)) for text in taken)
 
 
@@ -278,10 +379,11 @@ def main() -> None:
         instructions, elements = count(case, outputs[case.file][1])
         each = instructions / elements
         needed = each * COPY / case.bytes / ISSUE
-        counts.append([case.name, instructions, f"{elements:g}", f"{each:.2f}", f"{ISSUE / (COPY / case.bytes):.1f}", f"{100 * needed:.0f} %"])
+        slots = ISSUE / (COPY / case.bytes)
+        counts.append([case.name, instructions, f"{elements:g}", f"{each:.2f}", f"{slots:.1f}", f"{100 * needed:.0f} %"])
     tables = [
         {
-            "title": "ptxas: registers a thread, bytes of shared memory and of spills, CTAs and threads a multiprocessor holds",
+            "title": "ptxas: registers a thread, shared memory and spills in bytes, CTAs and threads a multiprocessor holds",
             "columns": ["source", "kernels", "registers", "shared", "spills", "CTAs", "threads"],
             "rows": figures,
         },
@@ -299,7 +401,8 @@ def main() -> None:
         return
     release = re.search(r"release ([\d.]+)", run([os.environ.get("NVCC", "nvcc"), "--version"]))
     commit = run(["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]).strip()
-    where = f"nvcc {release[1] if release else '?'} for sm_90, compiled and not run; `make gpu` measures these kernels; commit {commit}."
+    version = release[1] if release else "of an unknown version"
+    where = f"nvcc {version} for sm_90, compiled and not run (`make gpu` measures these kernels); commit {commit}."
     environment = {"cpu": "none: compiled for sm_90", "where": where, "commit": commit}
     notes = [f"- **{case.name}**: {case.note}" for case in CASES]
     args.json.write_text(

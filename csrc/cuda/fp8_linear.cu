@@ -26,11 +26,9 @@ struct FP8Args {
   int load_width;         // bytes an input load may take
 };
 
-__device__ inline void store_codes(const float (&values)[kUnit], const RowNormalizer& normalize, bool coded, uint8_t* target) {
-  uint32_t word[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < int(kUnit); ++i) word[i / 4] |= (coded ? float_to_fp8(normalize(values[i])) : 0u) << (8 * (i % 4));
-  *reinterpret_cast<uint2*>(target) = make_uint2(word[0], word[1]);
+__device__ inline void store_codes(const RowNormalizer& normalize, float (&values)[kUnit], uint8_t* target) {
+  normalize_unit(normalize, values);
+  *reinterpret_cast<uint2*>(target) = codes_of<true>(values);
 }
 
 template <class T>
@@ -52,16 +50,15 @@ __device__ inline void quantize_token(const FP8Args& a, int64_t m, uint32_t (&sh
     largest = max(largest, largest_bits(values));
   }
   const float absmax = block_scale(cta_max(largest, shared), nullptr);
-  const bool coded = absmax > 0.0f;  // false for 0 and NaN
   const RowNormalizer normalize(absmax, kFP8Max);
 #pragma unroll
   for (int j = 0; j < kKept; ++j) {
     const int64_t u = threadIdx.x + j * kThreads;
-    if (u < units) store_codes(kept[j], normalize, coded, codes + u * kUnit);
+    if (u < units) store_codes(normalize, kept[j], codes + u * kUnit);
   }
   for (int64_t u = threadIdx.x + kKept * kThreads; u < units; u += kThreads) {
     load_unit(input + u * kUnit, int(kUnit), a.load_width, values);
-    store_codes(values, normalize, coded, codes + u * kUnit);
+    store_codes(normalize, values, codes + u * kUnit);
   }
   if (threadIdx.x == 0) a.token_scales[m] = div_rn(absmax, kFP8Max);
 }

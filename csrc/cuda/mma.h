@@ -53,7 +53,23 @@ class LaneTable {
   // The entry of byte `i` of `word`. Its address, base + 128 * byte, is one dot product of bytes; with the load 1 instruction a weight.
   __device__ uint32_t decode(uint32_t word, int i) const {
     uint32_t entry;
-    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(entry) : "r"(__dp4a(word, 0x80u << (8 * i), base_)));
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(entry) : "r"(__dp4a(word, 0x80u << (8 * i), base_)) : "memory");
+    return entry;
+  }
+
+ private:
+  uint32_t base_;
+};
+
+// A table of 256 floats in shared memory, looked up by the bytes of a word: address and load, like LaneTable.
+class ByteTable {
+ public:
+  __device__ explicit ByteTable(const float* table) : base_(uint32_t(__cvta_generic_to_shared(table))) {
+    asm volatile("" : "+r"(base_));
+  }
+  __device__ float at(uint32_t word, int i) const {
+    float entry;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(entry) : "r"(__dp4a(word, 4u << (8 * i), base_)) : "memory");
     return entry;
   }
 

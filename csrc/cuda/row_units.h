@@ -55,4 +55,29 @@ __device__ inline uint32_t cta_max(uint32_t value, uint32_t (&shared)[Warps]) {
   return result;
 }
 
+// Values of a unit as a (Row)Normalizer makes them; 0 where the scale is 0 or NaN. One branch for all of them: a scale whose
+// reciprocal overflows is rare.
+template <class Normalize>
+__device__ inline void normalize_unit(const Normalize& normalize, float (&values)[kUnit]) {
+  const bool coded = normalize.scale > 0.0f;
+  if (coded && !normalize.divide) {
+#pragma unroll
+    for (int i = 0; i < int(kUnit); ++i) values[i] = normalize.product(values[i]);
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(kUnit); ++i) values[i] = coded ? normalize(values[i]) : 0.0f;
+  }
+}
+
+// Two words of 8-bit codes.
+template <bool FP8>
+__device__ inline uint2 codes_of(const float (&values)[kUnit]) {
+  uint32_t word[2] = {0, 0};
+#pragma unroll
+  for (int i = 0; i < int(kUnit); i += 2)
+    word[i / 4] |= (FP8 ? floats_to_fp8(values[i], values[i + 1]) : float_to_int8(values[i]) | float_to_int8(values[i + 1]) << 8)
+                   << (8 * (i % 4));
+  return make_uint2(word[0], word[1]);
+}
+
 }  // namespace halfbyte::cuda

@@ -161,8 +161,11 @@ void encode_moments(const float* x, int64_t count, int is_signed, uint8_t* codes
   memcpy(tables.above, map.above, sizeof map.above);
   const cuda::BlockEncoder block = cuda::block_encoder(0x3F800000u);
   for (int64_t i = 0; i < count; ++i) {
-    codes[i] = uint8_t(is_signed ? cuda::encode_moment<true>(tables, map.guess_offset, map.midpoint, block, x[i])
-                                 : cuda::encode_moment<false>(tables, map.guess_offset, map.midpoint, block, x[i]));
+    const float value[1] = {x[i]};
+    uint32_t code[1];
+    if (is_signed) cuda::encode_moments<true>(tables, map.guess_offset, map.midpoint, block, value, code);
+    else cuda::encode_moments<false>(tables, map.guess_offset, map.midpoint, block, value, code);
+    codes[i] = uint8_t(code[0]);
   }
 }
 

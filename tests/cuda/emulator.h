@@ -111,6 +111,15 @@ class LaneTable {
   const uint32_t* table_;
 };
 
+class ByteTable {
+ public:
+  explicit ByteTable(const float* table) : table_(table) {}
+  float at(uint32_t word, int i) const { return table_[(word >> (8 * i)) & 0xFFu]; }
+
+ private:
+  const float* table_;
+};
+
 // One register of a fragment as two floats.
 template <class T>
 void halves(uint32_t word, float (&out)[2]) {
