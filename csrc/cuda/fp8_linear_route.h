@@ -24,6 +24,8 @@ struct FP8Obstacle {
 };
 inline constexpr FP8Obstacle kFP8Obstacles[] = {
     {"no fp8 tensor cores (compute capability below 8.9)", [](const FP8Problem& p) { return p.capability < 89; }},
+    // torch hands it to cuBLASLt, which answers CUBLAS_STATUS_NOT_SUPPORTED (pytorch#192707).
+    {"compute capability 12", [](const FP8Problem& p) { return p.capability >= 120; }},
     // "Only bf16 high precision output types are supported for row-wise scaling" where cuBLASLt is older than 12.9.
     {"input is not bfloat16", [](const FP8Problem& p) { return p.dtype != DType::kBFloat16; }},
     // "mat2 shape must be divisible by 16"; a multiple of 16 also makes the pitch of the tokens' codes one.

@@ -90,6 +90,8 @@ def test_the_pitch_of_8bit_rows_is_one_that_cublaslt_takes(name: str, k: int) ->
         ({"capability": 89}, None),
         ({"capability": 80}, "no fp8 tensor cores (compute capability below 8.9)"),
         ({"capability": 0}, "no fp8 tensor cores (compute capability below 8.9)"),
+        ({"capability": 100}, None),
+        ({"capability": 120}, "compute capability 12"),
         ({"dtype": 0}, "input is not bfloat16"),
         ({"dtype": 2}, "input is not bfloat16"),
         ({"k": 4104}, "K is not a multiple of 16"),
