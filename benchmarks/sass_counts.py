@@ -168,7 +168,7 @@ CASES = [
         bytes=0.5625,
         loop="HMMA",
         note="the forward's decoding, half a product with the scales a weight, the interleaving of two rows' nibbles, "
-        "and 64-bit addresses of 4 rows and their scales per 64 weights. Four fifths of its issue slots at the "
+        "and 64-bit addresses of 4 rows and their scales per 64 weights. Three quarters of its issue slots at the "
         "floor: expect 60 to 70 % of it; decoding and multiplying apart moves 8 times the bytes.",
     ),
     Case(

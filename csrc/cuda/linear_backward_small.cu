@@ -43,16 +43,17 @@ struct Step {
   uint2 grad[Columns];
 };
 
+// Rows past N repeat the last 4 with gradients of 0. Columns past K and gradient rows past M repeat the last ones; their sums are
+// not stored. So every lane loads without a question, and nothing is cleared first.
 template <class T, bool DQ, int Columns>
-__device__ inline void load_step(Step<Columns>& s, const BackwardArgs& a, int step, int end, int column, int g, int t) {
-  s = {};
-  const int n = step * 16 + 4 * t;
-  if (step >= end || n >= a.N) return;  // N ends where a lane's share does
+__device__ inline void load_step(Step<Columns>& s, const BackwardArgs& a, int step, int column, int g, int t) {
+  const int wanted = step * 16 + 4 * t, n = wanted < a.N ? wanted : a.N - 4;
 #pragma unroll
   for (int c = 0; c < Columns; ++c) {
-    if (g + 8 * c < a.M) s.grad[c] = __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(a.grad) + (g + 8 * c) * int64_t(a.N) + n));
+    const int m = g + 8 * c < a.M ? g + 8 * c : a.M - 1;
+    const uint2 grad = __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(a.grad) + m * int64_t(a.N) + n));
+    s.grad[c] = n == wanted ? grad : make_uint2(0, 0);
   }
-  if (column >= a.K) return;  // so does K; but the lane's gradients are for all columns
   const uint8_t* row = a.packed + n * int64_t(a.row_bytes);
   const int block = column >> a.block_shift;
   float scale[4];
@@ -127,17 +128,22 @@ __global__ void __launch_bounds__(kThreads, int(kSmallResident)) linear_backward
   __syncthreads();
   const LaneTable lane_table(table);
   const int column = int(blockIdx.x) * int(kBackwardColumns) + side * kWarpColumns + 16 * g;
+  const int from = column < a.K ? column : a.K - 16;
   const int begin = int(blockIdx.y) * a.steps_per_split;
   const int end = begin + a.steps_per_split < a.steps ? begin + a.steps_per_split : a.steps;
   float sums[8][Columns][4] = {};
   Step<Columns> ring[kAhead];
 #pragma unroll
-  for (int j = 0; j < kAhead; ++j) load_step<T, DQ, Columns>(ring[j], a, begin + turn + j * kTurns, end, column, g, t);
+  for (int j = 0; j < kAhead; ++j) {
+    if (begin + turn + j * kTurns < end) load_step<T, DQ, Columns>(ring[j], a, begin + turn + j * kTurns, from, g, t);
+  }
   for (int first = begin + turn; first < end; first += kAhead * kTurns) {
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
+      if (first + j * kTurns >= end) continue;
       multiply_step<T, Columns>(lane_table, ring[j], sums);
-      load_step<T, DQ, Columns>(ring[j], a, first + (j + kAhead) * kTurns, end, column, g, t);
+      const int next = first + (j + kAhead) * kTurns;
+      if (next < end) load_step<T, DQ, Columns>(ring[j], a, next, from, g, t);
     }
   }
   add_turns<Columns>(sums, side, turn, reinterpret_cast<float*>(table));
