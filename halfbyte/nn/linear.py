@@ -12,11 +12,15 @@ from halfbyte.formats import Format
 from halfbyte.nn.conv1d import linear_shape, linear_weight
 from halfbyte.nn.packed import PackedRows, as_dtype, dense_buffer
 from halfbyte.nn.tensor_parallel import linear_sharded
+from halfbyte.ops.fp8_linear import fp8_linear_by_id
 from halfbyte.ops.int8_linear import int8_linear_by_id
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.lora_linear import lora_linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
 from halfbyte.optim.sharding import is_dtensor
+
+# What multiplies when the input is quantized, by `activations`.
+_ON_ACTIVATIONS = {"int8": int8_linear_by_id, "fp8": fp8_linear_by_id}
 
 
 class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8 Parameter in both
@@ -31,8 +35,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         format: a `Format` or its name.
         compute_dtype: dtype (or its name) that inputs and the bias are cast to for the product. None: the autocast dtype
             where autocast is active, else the input's dtype. The output does not follow it, see `forward`.
-        activations: "int8" quantizes each row of the input to int8 and multiplies in integers (`halfbyte.ops.int8_linear`;
-            format "int8" only); None multiplies the input as it is.
+        activations: "int8" or "fp8", the format itself: quantizes each row of the input to it and multiplies the codes
+            (`halfbyte.ops.int8_linear`, `halfbyte.ops.fp8_linear`); None multiplies the input as it is.
         device: where to put the parameters; on "meta" nothing is computed.
         dtype: dtype of the bias and of the dense weight this stands for; None: torch's default dtype.
 
@@ -216,7 +220,7 @@ def packed_linear(
         if lora is not None:
             output = lora_linear_by_id(input, packed, bias, *lora, [], *sizes)
         elif activations is not None:
-            output = int8_linear_by_id(input, packed, bias, in_features)
+            output = _ON_ACTIVATIONS[activations](input, packed, bias, in_features)
         else:
             output = linear_by_id(input, packed, bias, *sizes)
     return output if output.dtype == returned else output.to(returned)
@@ -250,10 +254,10 @@ def checked_activations(activations: str | None, format: Format) -> str | None:
     """`activations` as `QuantLinear` takes it, if it goes with `format`."""
     if activations is None:
         return None
-    if activations != "int8":
-        raise ValueError(f"activations must be None or 'int8', got {activations!r}")
-    if str(format) != "int8":
-        raise NotImplementedError(f"activations='int8' needs format='int8', got format={str(format)!r}")
+    if activations not in _ON_ACTIVATIONS:
+        raise ValueError(f"activations must be None, 'int8' or 'fp8', got {activations!r}")
+    if str(format) != activations:
+        raise NotImplementedError(f"activations={activations!r} needs format={activations!r}, got format={str(format)!r}")
     return activations
 
 
