@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import load_error, node_of, overload, register_autocast, register_fake
+from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.linear import _backward_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
 
 _int8_linear = overload("int8_linear")
+_eager_int8_linear = eager("int8_linear")
 _INT8 = Format.parse("int8")
 
 
@@ -58,16 +59,10 @@ def int8_linear_by_id(input: Tensor, packed: Tensor, bias: Tensor | None, in_fea
         return _int8_linear(input, packed, bias, in_features)
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
         return _int8_linear_node(input, packed, bias, in_features)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _int8_linear(input, packed, bias, in_features)
+    return _eager_int8_linear(input, packed, bias, in_features)
 
 
-class _Int8Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _int8_linear(*args)
-
+class _Int8Linear:
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, packed, bias, ctx.in_features = inputs
@@ -85,7 +80,7 @@ class _Int8Linear(torch.autograd.Function):
         return grad_input, None, grad_bias, None
 
 
-_int8_linear_node = node_of(_Int8Linear)
+_int8_linear_node = differentiable("int8_linear", _Int8Linear)
 
 
 @register_fake("int8_linear")
@@ -106,5 +101,3 @@ def _autocast_int8_linear(device_type: str) -> Callable[..., Tensor]:
 
 
 register_autocast("int8_linear", _autocast_int8_linear)
-if load_error is None:
-    torch.library.register_autograd("halfbyte::int8_linear", _Int8Linear.backward, setup_context=_Int8Linear.setup_context)
