@@ -21,7 +21,7 @@ inline int64_t elements_per_unit(Compute compute) { return compute == Compute::k
 
 // Bytes for `elements` in units of `compute`.
 inline Tensor unit_buffer(const Tensor& like, int64_t elements, Compute compute) {
-  return torch::stable::new_empty(like, {elements * (compute == Compute::kFloat32 ? 4 : 2)}, ScalarType::Byte);
+  return new_tensor(like, {elements * (compute == Compute::kFloat32 ? 4 : 2)}, ScalarType::Byte);
 }
 
 inline const char* at_row(const Tensor& t, int64_t row, int64_t row_elements) {

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import load_error, node_of, overload, register_autocast, register_fake
+from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.linear import _backward_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
@@ -27,16 +27,10 @@ def register_linear(name: str, format: str) -> Callable[[Tensor, Tensor, Tensor 
     Returns:
         The op without the checks of its public wrapper; see `linear_by_id`.
     """
-    op = overload(name)
+    op, call = overload(name), eager(name)
     sizes = Format.parse(format).id, 0
 
-    class Linear(torch.autograd.Function):
-        @staticmethod
-        def forward(*args: Any) -> Tensor:
-            with torch._C._AutoDispatchBelowAutograd():
-                output: Tensor = op(*args)
-            return output
-
+    class Linear:
         @staticmethod
         def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
             _, packed, bias, ctx.in_features = inputs
@@ -52,7 +46,7 @@ def register_linear(name: str, format: str) -> Callable[[Tensor, Tensor, Tensor 
                 grad_bias = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1]).sum(0)
             return grad_input, None, grad_bias, None
 
-    node = node_of(Linear)
+    node = differentiable(name, Linear)
 
     def fake(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
         torch._check(
@@ -71,8 +65,6 @@ def register_linear(name: str, format: str) -> Callable[[Tensor, Tensor, Tensor 
 
     register_fake(name)(fake)
     register_autocast(name, autocast)
-    if load_error is None:
-        torch.library.register_autograd(f"halfbyte::{name}", Linear.backward, setup_context=Linear.setup_context)
 
     def by_id(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
         if torch.compiler.is_compiling():
@@ -81,8 +73,7 @@ def register_linear(name: str, format: str) -> Callable[[Tensor, Tensor, Tensor 
         if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
             recorded: Tensor = node(input, packed, bias, in_features)
             return recorded
-        with torch._C._AutoDispatchBelowAutograd():
-            output: Tensor = op(input, packed, bias, in_features)
+        output: Tensor = call(input, packed, bias, in_features)
         return output
 
     return by_id

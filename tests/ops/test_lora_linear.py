@@ -109,6 +109,7 @@ def test_results_do_not_depend_on_threads() -> None:
 
 def test_three_linears_with_one_input_are_one_call() -> None:
     K, rank, sizes = 96, 4, (48, 16, 16)
+    torch.manual_seed(0)
     x = torch.randn(7, K, requires_grad=True)
     packs = [random_packed(Format.parse("nf4"), n, K, seed=n + i) for i, n in enumerate(sizes)]
     down = [torch.randn(rank, K) for _ in sizes]
@@ -118,7 +119,7 @@ def test_three_linears_with_one_input_are_one_call() -> None:
     torch.testing.assert_close(stacked, torch.cat(apart, 1), rtol=1e-5, atol=1e-5)
     (one,) = torch.autograd.grad(stacked.square().sum(), x)
     (sum_of_three,) = torch.autograd.grad(sum(y.square().sum() for y in apart), x)
-    torch.testing.assert_close(one, sum_of_three, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one, sum_of_three, rtol=1e-4, atol=1e-5 * float(sum_of_three.abs().max()))
 
 
 def test_saves_the_input_its_projection_and_packed_rows_only() -> None:
