@@ -238,7 +238,8 @@ class LoaderGroup:
             self._store.wait(["failed"], timedelta(seconds=1))
             return str(self._store.get("failed").decode())
         except Exception:
-            text = str(error).partition("] ")[2] or str(error)
+            text = str(error).partition(" This is typically")[0]  # and gloo's advice
+            text = text.partition("] ")[2] or text
             return f"a rank ended or stopped answering while loading from {self.name(self.source)}: {text}"
 
     def fail(self, error: BaseException) -> None:
