@@ -59,7 +59,7 @@ class Sharding:
         self._reducing = 0  # the last reduce-scatter's input, kept until the next
         self._hooks: list[Any] = []
         if strategy == "ddp":  # buckets are copies of all gradients
-            tracker.add(BUFFERS, sum(_bytes(p) for p in self.trainable))
+            tracker.add(BUFFERS, sum(_bytes(p) * tracker.count(p) for p in self.trainable))
         if strategy in ("fsdp1", "fsdp2") and world_size > 1:
             self._make_units()
 
@@ -143,11 +143,14 @@ class Sharding:
             shape = (-(-parameter.shape[0] // self.world_size), *parameter.shape[1:])
         if not parameter.requires_grad:
             size = torch.Size(shape).numel() * parameter.element_size()
-            self.tracker.add("weights, sharded", size)
+            self.tracker.add("weights, sharded", size * self.tracker.count(parameter))
             return
         empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-        self.tracker.track(empty, "weights, sharded, trainable")
+        owner = self.tracker.owner(parameter)
+        self.tracker.track(empty, "weights, sharded, trainable", owner)
         shard = nn.Parameter(empty)
+        if owner is not None:
+            self.tracker.owners[id(shard)] = owner
         setattr(shard, _GLOBAL_PIECE, GlobalPiece(parameter.shape, 0))
         unit.shards.append((parameter, shard))
 
@@ -217,7 +220,7 @@ class Sharding:
         for p, shard in with_grads:
             p.grad = None
             piece = torch.empty_like(shard)
-            self.tracker.track(piece, "gradients")
+            self.tracker.track(piece, "gradients", self.tracker.owner(shard))
             shard.grad = piece
         self.tracker.add(BUFFERS, -self._reducing)
         self._reducing = size

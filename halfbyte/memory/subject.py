@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte.formats import Format
+from halfbyte.memory.fold import Fold, fold_
 from halfbyte.nn.init import entered
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
 from halfbyte.nn.packed import PackedRows
@@ -38,6 +39,7 @@ class Subject:
         optimizer: the model's own optimizers (a LightningModule's), or None.
         zero_grad_first: gradients of the last step live until the next backward (Lightning's order).
         name: what it is called in tables.
+        folds: equal blocks that were taken out of the model.
     """
 
     model: nn.Module
@@ -48,6 +50,7 @@ class Subject:
     optimizer: Callable[[], list[torch.optim.Optimizer]] | None
     zero_grad_first: bool
     name: str
+    folds: list[Fold]
 
 
 def make_subject(
@@ -59,6 +62,7 @@ def make_subject(
     device: str | torch.device | None,
     batch: Callable[[int, int], Any] | None,
     step: Callable[[nn.Module, Any], Tensor] | None,
+    folded: bool = True,
 ) -> Subject:
     """A fake copy of a module, a LightningModule or the model that a folder's config.json describes.
 
@@ -83,10 +87,16 @@ def make_subject(
     with meta:
         model = _copy(model, meta)
         _set_format(model, fmt, dense)
+        folds = fold_(model) if folded else []
         if lora_rank is not None:
             model = _with_lora(model, lora_rank)
+    names = {module: name for name, module in model.named_modules()}
     with mode:
         fake = _copy(model, where)
+    modules = dict(fake.named_modules())
+    copied = [
+        Fold(tuple(modules[names[m]] for m in fold.middle), modules[names[fold.after]], fold.extra) for fold in folds
+    ]
     lightning = _is_lightning(fake)
     return Subject(
         model=fake.train(),
@@ -97,6 +107,7 @@ def make_subject(
         optimizer=partial(_own_optimizers, fake) if lightning else None,
         zero_grad_first=lightning,
         name=name,
+        folds=copied,
     )
 
 
