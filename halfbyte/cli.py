@@ -22,7 +22,7 @@ import halfbyte
 from halfbyte import _library
 from halfbyte.checkpoint import quantize_checkpoint
 from halfbyte.formats import FORMATS, Format
-from halfbyte.memory.plan import MemoryPlan, parse_bytes
+from halfbyte.memory.plan import MemoryPlan, parse_bytes, plans_of
 from halfbyte.memory.plan import _aligned as aligned
 from halfbyte.memory.sharded import STRATEGIES
 from halfbyte.memory.simulate import OPTIMIZERS
@@ -197,21 +197,22 @@ def _report(args: argparse.Namespace) -> tuple[Any, str]:
 def _plan(args: argparse.Namespace) -> tuple[Any, str]:
     formats = args.format or ["dense", *FORMATS]
     plans: dict[str, MemoryPlan] = {}
-    for index, each in enumerate(formats):
-        _progress(f"planning {each}", index, len(formats))
-        plans[each] = halfbyte.plan(
-            args.model,
-            batch_size=args.batch_size,
-            seq_len=args.seq_len,
-            optimizer=None if args.optimizer == "none" else args.optimizer,
-            strategy=args.strategy,
-            world_size=args.world_size,
-            checkpointing=not args.no_checkpointing,
-            format=each,
-            lora_rank=args.lora_rank,
-            dtype=getattr(torch, args.dtype) if args.dtype else None,
-            device=args.device,
-        )
+    _progress("planning", 0, len(formats))
+    for each, made in plans_of(
+        args.model,
+        formats,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        optimizer=None if args.optimizer == "none" else args.optimizer,
+        strategy=args.strategy,
+        world_size=args.world_size,
+        checkpointing=not args.no_checkpointing,
+        lora_rank=args.lora_rank,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        device=args.device,
+    ):
+        plans[each] = made
+        _progress("planning", min(len(plans), len(formats) - 1), len(formats))
     _progress("", 0, 0)
     compared = halfbyte.memory.PlanComparison(plans)
     first = next(iter(plans.values()))

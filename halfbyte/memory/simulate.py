@@ -15,9 +15,9 @@ from halfbyte.distributed.fsdp2 import _checkpoint_blocks
 from halfbyte.distributed.grouping import blocks
 from halfbyte.memory.fold import NotFoldable
 from halfbyte.memory.sharded import Sharding
-from halfbyte.memory.subject import Subject, like_transformers
+from halfbyte.memory.subject import Subject, like_transformers, packed_parameters
 from halfbyte.memory.tracker import StorageTracker
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed
 from halfbyte.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 
 __all__ = ["OPTIMIZERS", "WORKSPACE_PER_THREAD", "OptimizerLike", "simulate"]
@@ -104,7 +104,7 @@ def simulate(
             sharding.remove()
             for parameter in model.parameters():
                 parameter.grad = None
-    if subject.device.type == "cpu" and any(isinstance(m, PackedRows) for m in model.modules()):
+    if subject.device.type == "cpu" and any(isinstance(m, Packed) for m in model.modules()):
         scratch = WORKSPACE_PER_THREAD * torch.get_num_threads()
         tracker.at_peak["kernel workspace"] = scratch
         tracker.peak += scratch
@@ -116,7 +116,7 @@ def _device_context(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _resident(model: nn.Module) -> list[tuple[Tensor, str]]:
-    packed = {id(m.weight) for m in model.modules() if isinstance(m, PackedRows)}
+    packed = packed_parameters(model)
 
     def kind(parameter: Tensor) -> str:
         if id(parameter) in packed:
