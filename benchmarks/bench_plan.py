@@ -74,6 +74,8 @@ CASES = [
     PlanCase("llama", None, 0, "adamw", False, 1, 64, strategy="fsdp2", world_size=2),
     PlanCase("llama", "nf4", 8, "adamw8bit", False, 2, 128, strategy="fsdp1", world_size=2),
     PlanCase("llama", None, 0, "adamw8bit", False, 1, 64, strategy="fsdp1", world_size=2),
+    PlanCase("llama", "nf4", 8, "adamw8bit", True, 2, 128, strategy="fsdp1", world_size=2),
+    PlanCase("llama", None, 0, "adamw8bit", True, 1, 128, strategy="fsdp1", world_size=2),
 ]
 
 

@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_checks  # noqa: E402
+import gpu_plan  # noqa: E402
 
 import halfbyte  # noqa: E402
 from halfbyte.optim import AdamW8bit  # noqa: E402
@@ -406,6 +407,11 @@ def distributed(b: Bench) -> str:
     return f"{backend}, {world} process{'es' if world > 1 else ''}: packed rows gathered from shards equal the whole"
 
 
+def plans(b: Bench) -> list[dict[str, Any]]:
+    """The memory planner against the allocator, within 10 %."""
+    return gpu_plan.check_plans(b.device, b.tiny)
+
+
 def run_checks(device: torch.device, only: str) -> list[str]:
     failed = []
     for name, check in gpu_checks.CHECKS.items():
@@ -453,6 +459,7 @@ def main() -> int:
         "int8_linear": int8_linears,
         "optimizers": optimizers,
         "host_cost": host_cost,
+        "plan": plans,
         "train_8b": train_8b,
         "distributed": distributed,
     }

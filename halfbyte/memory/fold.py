@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfbyte.distributed.grouping import shared_parameters
-from halfbyte.memory.tracker import StorageTracker
+from halfbyte.memory.tracker import StorageTracker, in_backward
 
 __all__ = ["Fold", "NotFoldable", "fold_"]
 
@@ -50,7 +50,7 @@ class Fold:
         """Hooks that tell the tracker when the middle blocks begin and end, in forward and in backward."""
 
         def begins(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not _in_backward():
+            if not in_backward():  # in backward: its recomputation
                 inputs = _tensors(args, kwargs)
                 tracker.enter(self)
                 for tensor in inputs:  # each block keeps its own input
@@ -58,7 +58,7 @@ class Fold:
                 _on_gradient(inputs, lambda: tracker.leave(self))
 
         def ends(_: nn.Module, args: Any, kwargs: Any) -> None:
-            if not _in_backward():
+            if not in_backward():
                 inputs = _tensors(args, kwargs)
                 for tensor in inputs:
                     tracker.own(tensor, None)
@@ -67,11 +67,6 @@ class Fold:
 
         yield self.middle[0].register_forward_pre_hook(begins, with_kwargs=True)
         yield self.after.register_forward_pre_hook(ends, with_kwargs=True)
-
-
-def _in_backward() -> bool:
-    """Whether this is a block's recomputation."""
-    return torch._C._current_graph_task_id() != -1
 
 
 def _tensors(args: Any, kwargs: Any) -> list[Tensor]:
@@ -153,8 +148,9 @@ def _signature(block: nn.Module, shared: set[int]) -> Any:
         settings = {k: v for k, v in vars(module).items() if k not in _STATE and k not in _POSITIONS}
         parts.append((name, type(module), _value(settings)))
     for tensors in (block.named_parameters(), block.named_buffers()):
-        parts += [(name, t.shape, t.dtype, t.requires_grad, id(t) if id(t) in shared else 0) for name, t in tensors]
-    return parts
+        parts += [(name, t.shape, t.dtype, t.requires_grad) for name, t in tensors]
+    # A tensor that another module holds too is counted once, whatever this block would count as.
+    return [*parts, id(block)] if any(id(p) in shared for p in block.parameters()) else parts
 
 
 def _value(value: Any) -> Any:

@@ -87,7 +87,8 @@ class Sizes:
 
         At every moment of a step, what is alive grows with the batch as a line, with the sequence at most as a parabola. So
         two or three simulated sizes give every moment of any other, the largest of them its peak, and the size that fits.
-        It is simulated too, and the next one; where the prediction is off, those join the sizes that predict.
+        It is simulated too; where the prediction is off (at sizes small enough for other kernels), the next one is as well,
+        and both join the sizes that predict.
         """
         available -= self.more
 
@@ -96,28 +97,28 @@ class Sizes:
 
         key = (vary, seq_len if vary == "batch_size" else batch_size)
         start = min(limit, batch_size if vary == "batch_size" else seq_len)
-        points = {start << power: step(start << power) for power in range(2 if vary == "batch_size" else 3)}
+        powers = range(start == 1, 2 + (start == 1) + (vary == "seq_len"))  # one row of a batch takes other paths
+        points = {start << power: step(start << power) for power in powers}
         low, high = 0, limit + 1  # the largest known to fit, the smallest known not to
         while high - low > 1:
             guess = min(high - 1, max(low + 1, _largest(points, available, limit)))
-            if low < guess and self._is_exact(key, guess, points):
+            first, last = self._exact.get(key, (1, 0))
+            if first <= guess <= 1.05 * last:  # a search for another format has found the prediction exact here
                 return guess
             predicted, got = _peak(points, guess), step(guess)
-            if abs(predicted - got.peak) <= got.peak * 1e-4:
-                first, last = self._exact.get(key, (guess, guess))
-                self._exact[key] = min(first, guess, *points), max(last, guess, *points)
-            low, high = (guess, high) if got.peak <= available else (low, guess)
-            if low == guess and guess < limit:  # the answer, unless the next one fits as well
-                low, high = (low, guess + 1) if step(guess + 1).peak > available else (guess + 1, high)
+            if got.peak <= available:
+                low = guess
+            else:
+                high = guess
+            if abs(predicted - got.peak) <= 1e-6 * got.peak:
+                self._exact[key] = min(guess, *points), max(guess, *points)
+                if low == guess:
+                    return guess
+            elif low == guess < limit and high > guess + 1:
+                low, high = (guess, guess + 1) if step(guess + 1).peak > available else (guess + 1, high)
             nearest = sorted({**points, guess: got}, key=lambda size: abs(size - guess))
             points = {size: step(size) for size in nearest[: len(points)]}
         return low
-
-    def _is_exact(self, key: tuple[str, int], guess: int, points: dict[int, _Step]) -> bool:
-        """Whether an earlier search (of another format) has simulated sizes on both sides, as they were predicted."""
-        first, last = self._exact.get(key, (1, 0))
-        return first <= guess < last and min(points) <= guess < max(points)
-
 
 def _moments(points: dict[int, _Step], size: int) -> torch.Tensor:
     """Sums at every moment of a step of another size: the polynomial through the known ones."""

@@ -16,10 +16,12 @@ from torch.utils._pytree import tree_leaves
 if TYPE_CHECKING:
     from halfbyte.memory.fold import Fold
 
-__all__ = ["StorageTracker"]
+__all__ = ["StorageTracker", "in_backward"]
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _LINEAR_TOKENS = 512  # kLinearTokens of csrc/cpu: rows of activations that the tiled product converts at a time
+
+_SMALL_TOKENS = 16  # kSmallM of csrc/cuda/linear_route.h: so few read the packed rows directly
 
 
 @dataclass
@@ -220,17 +222,45 @@ class StorageTracker(TorchDispatchMode):
         self.total -= entry.size * entry.times
 
 
+def in_backward() -> bool:
+    """Whether autograd runs: a module's forward is a recomputation then."""
+    return torch._C._current_graph_task_id() != -1
+
+
 def _one(dtype: torch.dtype) -> float | bool:
     return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 def _linear(args: tuple[Any, ...]) -> int:
-    """The activations in the product's own order: at most 512 tokens at a time."""
-    input, in_features = args[0], args[5]
-    if input.device.type != "cpu":
-        return 0
+    """CPU: the activations in the product's own order, at most 512 tokens at a time. CUDA: the decoded weight."""
+    input, packed, in_features = args[0], args[1], args[5]
     tokens = input.numel() // in_features
-    return min(tokens, _LINEAR_TOKENS) * in_features * input.element_size()
+    if input.device.type == "cpu":
+        return min(tokens, _LINEAR_TOKENS) * in_features * input.element_size()
+    small = tokens <= _SMALL_TOKENS and args[3] < 4 and input.dtype != torch.float32
+    return 0 if small else packed.shape[0] * in_features * input.element_size()
 
 
-_TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {"halfbyte.linear.default": _linear}
+def _decoded(input: Tensor, packed: Tensor, in_features: int) -> int:
+    return 0 if input.device.type == "cpu" else packed.shape[0] * in_features * input.element_size()
+
+
+def _lora(args: tuple[Any, ...]) -> int:
+    """CUDA: the decoded weight, and the branch that the product starts from."""
+    input, packed, in_features = args[0], args[1], args[-1]
+    branch = 0 if input.device.type == "cpu" else input.numel() // in_features * packed.shape[0] * input.element_size()
+    return branch + _decoded(input, packed, in_features)
+
+
+def _lora_backward(args: tuple[Any, ...]) -> int:
+    grad, packed, in_features = args[0], args[1], args[-1]
+    branch = 0 if grad.device.type == "cpu" else grad.numel() // packed.shape[0] * in_features * grad.element_size()
+    return branch + _decoded(grad, packed, in_features)
+
+
+_TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {
+    "halfbyte.linear.default": _linear,
+    "halfbyte.linear_backward_input.default": lambda args: _decoded(args[0], args[1], args[4]),
+    "halfbyte.lora_linear.default": _lora,
+    "halfbyte.lora_linear_backward_input.default": _lora_backward,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from halfbyte.nn.tensor_parallel import refuse_cut_rows
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, quantize
 from halfbyte.optim.sharding import first_row, is_dtensor, local
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -77,6 +80,32 @@ class Packed(nn.Module):
     format: Format
     compute_dtype: torch.dtype | None
     dense_dtype: torch.dtype
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As `nn.Module` does for what can train, which packed rows can't.
+
+        Called by users, and by PEFT on what `modules_to_save` names.
+
+        Args:
+            requires_grad: False freezes the bias as well.
+
+        Returns:
+            The module.
+
+        Raises:
+            TypeError: True.
+
+        Note:
+            `requires_grad_(True)` on a tensor, or on a module around this one, is torch's own and raises torch's message
+            ("only Tensors of floating point dtype can require gradients"): see docs/troubleshooting.md.
+        """
+        if requires_grad:
+            raise TypeError(
+                f"requires_grad_: the packed rows of {type(self).__name__}({self.extra_repr()}) can't require a gradient. "
+                "Train an adapter on them (PEFT's LoRA), make the layer dense (skip=, peft's modules_to_save on a dense "
+                "layer, lightning_plugin.GradualUnfreezing while it trains), or call bias.requires_grad_(True) for its bias"
+            )
+        return super().requires_grad_(False)
 
 
 class PackedRows(Packed):

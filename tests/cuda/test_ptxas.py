@@ -59,3 +59,5 @@ def test_gpu_check_dry_run(tmp_path: Path) -> None:
         "dequantize", "quantize", "linear", "QLoRA", "int8_linear", "AdamW8"
     }
     assert result["train_8b"]["tokens_per_s"] > 0
+    assert len(result["plan"]) >= 6
+    assert max(abs(case["error"]) for case in result["plan"]) <= 0.1
