@@ -11,6 +11,8 @@ import re
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from types import MethodType
 from typing import Any
 
 import torch
@@ -165,4 +167,8 @@ def _value(value: Any) -> Any:
         return _NUMBER.sub("*", value)
     if value is None or isinstance(value, (bool, int, float, torch.dtype)):
         return value
+    if isinstance(value, partial):
+        return _value([value.func, value.args, value.keywords])
+    if isinstance(value, MethodType):
+        return id(value.__func__)
     return id(value) if type(value).__eq__ is object.__eq__ else value
