@@ -30,18 +30,15 @@ SPEED = [
     ("`int8_linear`, bf16, 128 tokens", "int8_linear", "int8_linear bf16 M=128", {"torch": ("dense", "dense")}),
 ]
 # Row of the README, results file, column of its table, {column of the README: row of its table}, whether more is better.
+TRAINED = {"halfbyte nf4": "halfbyte nf4 bf16", "bitsandbytes nf4": "bitsandbytes nf4 bf16", "dense bf16": "torch dense bf16"}
+LOADED = {"halfbyte nf4": "halfbyte nf4", "bitsandbytes nf4": "bitsandbytes nf4", "dense bf16": "dense bfloat16"}
+LOADED["Quanto int4"] = "quanto int4"
 WHOLE = [
-    ("LoRA r=8 on SmolLM2-135M, bf16, tokens a second", "finetune", "tokens/s",
-     {"halfbyte nf4": "halfbyte nf4 bf16", "bitsandbytes nf4": "bitsandbytes nf4 bf16", "dense bf16": "torch dense bf16"}, True),
-    ("peak anonymous memory of that run, MB", "finetune", "peak MB",
-     {"halfbyte nf4": "halfbyte nf4 bf16", "bitsandbytes nf4": "bitsandbytes nf4 bf16", "dense bf16": "torch dense bf16"}, False),
-    ("loading a 446 M Llama, seconds", "load", "seconds",
-     {"halfbyte nf4": "halfbyte nf4", "bitsandbytes nf4": "bitsandbytes nf4", "dense bf16": "dense bfloat16",
-      "Quanto int4": "quanto int4"}, False),
-    ("peak anonymous memory of that, MiB", "load", "peak anonymous MiB",
-     {"halfbyte nf4": "halfbyte nf4", "bitsandbytes nf4": "bitsandbytes nf4", "dense bf16": "dense bfloat16",
-      "Quanto int4": "quanto int4"}, False),
-]  # fmt: skip
+    ("LoRA r=8 on SmolLM2-135M, bf16, tokens a second", "finetune", "tokens/s", TRAINED, True),
+    ("peak anonymous memory of that run, MB", "finetune", "peak MB", TRAINED, False),
+    ("loading a 446 M Llama, seconds", "load", "seconds", LOADED, False),
+    ("peak anonymous memory of that, MiB", "load", "peak anonymous MiB", LOADED, False),
+]
 
 
 def load(name: str) -> dict[str, Any]:
@@ -116,7 +113,7 @@ def plans() -> str:
     """The largest errors of the planner, by kind of run."""
     worst: dict[str, tuple[float, int]] = {}
     for case, _, _, error in table_of(load("plan"))["rows"]:
-        kind = next((name for key, name in (("ddp", "DDP"), ("fsdp1", "FSDP1"), ("fsdp2", "FSDP2")) if key in case), "one process")
+        kind = next((key.upper() for key in ("ddp", "fsdp1", "fsdp2") if f" {key} x" in case), "one process")
         largest, count = worst.get(kind, (0.0, 0))
         worst[kind] = (max(largest, abs(float(error))), count + 1)
     rows = [[kind, str(count), f"{error:.1f} %"] for kind, (error, count) in worst.items()]

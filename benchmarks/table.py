@@ -1,6 +1,6 @@
-"""Writes benchmarks/README.md and the tables of README.md from the committed results, the rows we lose included.
+"""Writes benchmarks/README.md and the tables of other pages from the committed results, the rows we lose included.
 
-    python benchmarks/table.py          # rewrites both
+    python benchmarks/table.py          # rewrites them
     python benchmarks/table.py --check  # fails if they are not what the results give
 """
 
@@ -65,11 +65,11 @@ def comparisons(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Rewrites or checks benchmarks/README.md and README.md."""
+    """Rewrites or checks the pages."""
     results = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
     made = "\n".join([HEAD, *(comparisons(r) if "comparisons" in r else plain(r) for r in results)])
-    readme = HERE.parent / "README.md"
-    for target, text in ((HERE / "README.md", made), (readme, filled(readme.read_text()))):
+    pages = [HERE.parent / "README.md", HERE.parent / "docs/callbacks.md"]
+    for target, text in ((HERE / "README.md", made), *((page, filled(page.read_text())) for page in pages)):
         if "--check" not in sys.argv:
             target.write_text(text)
         elif target.read_text() != text:

@@ -143,7 +143,7 @@ def help_page() -> str:
     texts = {"halfbyte": parser, **{f"halfbyte {name}": sub for name, sub in verbs.choices.items()}}
     page = "# Commands\n\nMade from the parsers by `python -c 'from halfbyte.cli import help_page; print(help_page(), end=\"\")'`.\n"
     for title, each in texts.items():
-        each.formatter_class = partial(argparse.HelpFormatter, width=110)  # type: ignore[assignment]
+        each.formatter_class = partial(argparse.HelpFormatter, width=110)
         page += f"\n## {title}\n\n```text\n{each.format_help()}```\n"
     return page
 

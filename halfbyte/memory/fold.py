@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from halfbyte.distributed.grouping import shared_parameters
+from halfbyte.formats import Format
 from halfbyte.memory.tracker import StorageTracker, in_backward
 
 __all__ = ["Fold", "NotFoldable", "fold_"]
@@ -171,4 +172,4 @@ def _value(value: Any) -> Any:
         return _value([value.func, value.args, value.keywords])
     if isinstance(value, MethodType):
         return id(value.__func__)
-    return id(value) if type(value).__eq__ is object.__eq__ else value
+    return value if isinstance(value, Format) else id(value)

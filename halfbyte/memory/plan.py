@@ -175,7 +175,7 @@ def plan(
 
     A step of the model runs under `FakeTensorMode`: every op really happens, on tensors without data, and the lifetime of
     each storage is followed from the op that makes it to its release, through forward, backward, recomputation and the
-    optimizer. Sharding is played out unit by unit, with the units of `halfbyte.distributed`; no process group is needed.
+    optimizer. Of equal blocks one in the middle stands for all but the first and the last. Sharding is played out unit by unit, with the units of `halfbyte.distributed`; no process group is needed.
 
     Args:
         model_or_config: a module (its device may be meta), a LightningModule (its `configure_model` runs if it has no
@@ -203,6 +203,7 @@ def plan(
         FileNotFoundError: the folder has no config.json.
         ImportError: transformers or peft is needed and missing.
         RuntimeError: a plan for CUDA from a torch that is built without it.
+        NotImplementedError: what the step does depends on its data, as in a mixture of experts.
 
     Note:
         Left out: the process itself (Python, libraries, the CUDA context: often 0.3 to 0.8 GB), loading the checkpoint,

@@ -80,7 +80,8 @@ class Sharding:
 
     def _flatten(self, unit: _Unit) -> None:
         """FSDP1's flat parameter requires a gradient as a whole: frozen parameters beside trainable ones get one too, and
-        what their gradients need is saved in forward (the input of a frozen norm's weight, in every block under LoRA)."""
+        what their gradients need is saved in forward (the input of a frozen norm's weight, in every block under LoRA).
+        """
         if any(p.requires_grad for p in unit.parameters):
             self._thawed += [p for p in unit.parameters if not p.requires_grad]
             for p in unit.parameters:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from halfbyte.formats import Format
 from halfbyte.memory.simulate import simulate
@@ -57,7 +58,8 @@ class Sizes:
 
     def in_format(self, format: Format) -> Sizes:
         """The same for another packed format. Nothing but the packed weights differs, which a rank holds all the time:
-        not for sharded strategies, whose gathered units differ too."""
+        not for sharded strategies, whose gathered units differ too.
+        """
         more = packed_bytes(self.subject, format) - packed_bytes(self.subject, None)
         return Sizes(self.make, self.arguments, more, self.subject, self._steps, self._exact)
 
@@ -73,6 +75,11 @@ class Sizes:
         if at not in self._steps:
             try:
                 tracker = simulate(self.subject, batch_size=batch_size, seq_len=seq_len, **self.arguments)
+            except (DataDependentOutputException, DynamicOutputShapeException) as error:
+                raise NotImplementedError(
+                    f"plan: a step of {self.subject.name} depends on its data ({error.func}), as the routing of a mixture "
+                    "of experts does, and there is none; supported are models whose shapes depend on the sizes of the batch"
+                ) from error
             except Exception:
                 if not self.subject.folds:
                     raise

@@ -21,7 +21,7 @@ from halfbyte.memory.fold import Fold, fold_
 from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.init import entered
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
-from halfbyte.nn.packed import Packed
+from halfbyte.nn.packed import Packed, PackedRows
 from halfbyte.nn.settings import InitSettings
 from halfbyte.nn.skip import SkipRules
 
@@ -291,7 +291,10 @@ def _set_format(model: nn.Module, format: Format | None, dense: bool) -> None:
 
 def _dense_shapes(module: Packed) -> dict[str, tuple[int, ...]]:
     """Parameters that hold packed rows, and the shapes that they stand for."""
-    return dict(module.weight_shapes) if isinstance(module, QuantExperts) else {"weight": module.weight_shape}  # type: ignore
+    if isinstance(module, QuantExperts):
+        return dict(module.weight_shapes)
+    assert isinstance(module, PackedRows)
+    return {"weight": module.weight_shape}
 
 
 def packed_parameters(model: nn.Module) -> dict[int, tuple[Format, tuple[int, ...]]]:
