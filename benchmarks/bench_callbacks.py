@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/bench_callbacks.py [--steps 40] [--json FILE]
 
 A byte-level Llama of 6 blocks learns Python's documentation in Lightning's Trainer, from one seed, on the CPU. Loss and peak
-are those of the last quarter of the steps: the mean, and what the CPU allocator gave out at most (measured_memory.py, in a run
-of its own). Seconds are those of the whole fit, the faster of two. ActivationOffloading refuses a model on the CPU: what it
-moves is counted with copies that stand for host memory, and not timed.
+are those of the last quarter of the steps: the mean, and what the CPU allocator gave out at most (measured_memory.py, in a
+run of its own). Seconds are those of the whole fit, the faster of two. ActivationOffloading refuses a model on the CPU: what
+it moves is counted with copies that stand for host memory, and not timed.
 """
 
 from __future__ import annotations
@@ -131,16 +131,19 @@ def offloaded() -> tuple[str, str]:
             return hidden[-1]
 
         offloading = "halfbyte.memory.offload"
-        with mock.patch(f"{offloading}._on_host", return_value=False), mock.patch(f"{offloading}._to_host", to_host):
-            with offload_activations(model, min_bytes=1 << 16) if offload else nullcontext():
-                inner = torch._C._autograd._top_saved_tensors_default_hooks(False) if offload else None
+        with (
+            mock.patch(f"{offloading}._on_host", return_value=False),
+            mock.patch(f"{offloading}._to_host", to_host),
+            offload_activations(model, min_bytes=1 << 16) if offload else nullcontext(),
+        ):
+            inner = torch._C._autograd._top_saved_tensors_default_hooks(False) if offload else None
 
-                def pack(tensor: torch.Tensor, inner: Any = inner) -> Any:
-                    kept = inner[0](tensor) if inner else tensor
-                    return keep(kept) if isinstance(kept, torch.Tensor) else kept
+            def pack(tensor: torch.Tensor, inner: Any = inner, keep: Any = keep) -> Any:
+                kept = inner[0](tensor) if inner else tensor
+                return keep(kept) if isinstance(kept, torch.Tensor) else kept
 
-                with torch.autograd.graph.saved_tensors_hooks(pack, inner[1] if inner else lambda tensor: tensor):
-                    model(input_ids=batch, labels=batch).loss.backward()
+            with torch.autograd.graph.saved_tensors_hooks(pack, inner[1] if inner else lambda tensor: tensor):
+                model(input_ids=batch, labels=batch).loss.backward()
         found.append(f"{sum(stayed.values()) / 1e6:.1f}")
     return found[0], found[1]
 

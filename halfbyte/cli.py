@@ -141,7 +141,8 @@ def help_page() -> str:
     parser = _parser()
     (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
     texts = {"halfbyte": parser, **{f"halfbyte {name}": sub for name, sub in verbs.choices.items()}}
-    page = "# Commands\n\nMade from the parsers by `python -c 'from halfbyte.cli import help_page; print(help_page(), end=\"\")'`.\n"
+    made = "python -c 'from halfbyte.cli import help_page; print(help_page(), end=\"\")'"
+    page = f"# Commands\n\nMade from the parsers by `{made}`.\n"
     for title, each in texts.items():
         each.formatter_class = partial(argparse.HelpFormatter, width=110)
         page += f"\n## {title}\n\n```text\n{each.format_help()}```\n"

@@ -23,7 +23,7 @@ from halfbyte.distributed.grouping import shared_parameters
 from halfbyte.formats import Format
 from halfbyte.memory.tracker import StorageTracker, in_backward
 
-__all__ = ["Fold", "NotFoldable", "fold_"]
+__all__ = ["Fold", "NotFoldableError", "fold_"]
 
 _POSITIONS = ("layer_idx", "layer_id", "layer_number", "block_idx")  # what may differ between blocks that are alike
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)")
@@ -31,7 +31,7 @@ _STATE = ("_parameters", "_buffers", "_modules")
 _PERIODS = range(1, 9)  # blocks after which the pattern starts again: gemma 3 has five local layers and a global one
 
 
-class NotFoldable(RuntimeError):
+class NotFoldableError(RuntimeError):
     """The model does not run its blocks one after the other; simulate the whole one."""
 
 

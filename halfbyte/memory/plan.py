@@ -175,7 +175,8 @@ def plan(
 
     A step of the model runs under `FakeTensorMode`: every op really happens, on tensors without data, and the lifetime of
     each storage is followed from the op that makes it to its release, through forward, backward, recomputation and the
-    optimizer. Of equal blocks one in the middle stands for all but the first and the last. Sharding is played out unit by unit, with the units of `halfbyte.distributed`; no process group is needed.
+    optimizer. Of equal blocks, one in the middle stands for all but the first and the last. Sharding is played out unit by
+    unit, with the units of `halfbyte.distributed`; no process group is needed.
 
     Args:
         model_or_config: a module (its device may be meta), a LightningModule (its `configure_model` runs if it has no

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halfbyte.distributed.fsdp2 import _checkpoint_blocks
 from halfbyte.distributed.grouping import blocks
-from halfbyte.memory.fold import NotFoldable
+from halfbyte.memory.fold import NotFoldableError
 from halfbyte.memory.sharded import Sharding
 from halfbyte.memory.subject import Subject, like_transformers, packed_parameters
 from halfbyte.memory.tracker import StorageTracker
@@ -53,7 +53,7 @@ def simulate(
 
     Raises:
         ValueError: unknown optimizer, or nothing is trainable.
-        NotFoldable: the subject is folded, and its middle blocks did not run as one block after the other.
+        NotFoldableError: the subject is folded, and its middle blocks did not run as one block after the other.
     """
     model, tracker = subject.model, StorageTracker()
     for fold in subject.folds:
@@ -94,7 +94,7 @@ def simulate(
             del loss
             sharding.end_backward()
             if not tracker.balanced:
-                raise NotFoldable("plan: the model does not run its blocks one after the other")
+                raise NotFoldableError("plan: the model does not run its blocks one after the other")
             tracker.kind = "optimizer state"
             for each in optimizers:
                 each.step()
