@@ -29,7 +29,7 @@ SPEED = [
     ("the same, fp32, 512 tokens", "lora", "LoRA r=16 nf4 fp32 M=512, forward + backward", {"torch": ("dense", "dense")}),
     ("`int8_linear`, bf16, 128 tokens", "int8_linear", "int8_linear bf16 M=128", {"torch": ("dense", "dense")}),
 ]
-# Row of the README, results file, column of its table, {column of the README: row of its table}, whether more is better
+# Row of the README, results file, column of its table, {column of the README: row of its table}, is more better
 TRAINED = {"halfbyte nf4": "halfbyte nf4 bf16", "bitsandbytes nf4": "bitsandbytes nf4 bf16", "dense bf16": "torch dense bf16"}
 LOADED = {"halfbyte nf4": "halfbyte nf4", "bitsandbytes nf4": "bitsandbytes nf4", "dense bf16": "dense bfloat16"}
 LOADED["Quanto int4"] = "quanto int4"
