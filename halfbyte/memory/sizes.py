@@ -93,9 +93,9 @@ class Sizes:
         """The largest batch size or sequence length whose peak fits into `available` bytes.
 
         At every moment of a step, what is alive grows with the batch as a line, with the sequence at most as a parabola. So
-        two or three simulated sizes give every moment of any other, the largest of them its peak, and the size that fits.
-        It is simulated too; where the prediction is off (at sizes small enough for other kernels), the next one is as well,
-        and both join the sizes that predict.
+        two simulated sizes (three where it is a parabola) give every moment of any other, the largest of them its peak, and
+        the size that fits, which is simulated too. The next one needs no simulation: peaks are largest values of such
+        curves, which bend upwards only, so that the line through two smaller sizes runs below them.
         """
         available -= self.more
 
@@ -104,8 +104,7 @@ class Sizes:
 
         key = (vary, seq_len if vary == "batch_size" else batch_size)
         start = min(limit, batch_size if vary == "batch_size" else seq_len)
-        powers = range(start == 1, 2 + (start == 1) + (vary == "seq_len"))  # one row of a batch takes other paths
-        points = {start << power: step(start << power) for power in powers}
+        known = points = {size: step(size) for size in (start, 2 * start)}
         low, high = 0, limit + 1  # the largest known to fit, the smallest known not to
         while high - low > 1:
             guess = min(high - 1, max(low + 1, _largest(points, available, limit)))
@@ -113,19 +112,23 @@ class Sizes:
             if first <= guess <= 1.05 * last:  # a search for another format has found the prediction exact here
                 return guess
             predicted, got = _peak(points, guess), step(guess)
-            if got.peak <= available:
-                low = guess
-            else:
-                high = guess
-            if abs(predicted - got.peak) <= 1e-6 * got.peak:
+            known = {**known, guess: got}
+            exact = abs(predicted - got.peak) <= 1e-6 * got.peak
+            if exact:
                 self._exact[key] = min(guess, *points), max(guess, *points)
-                if low == guess:
+            if got.peak > available:
+                high = guess
+            else:
+                low = guess
+                before = max((size for size in known if size < guess), default=0)
+                slope = (got.peak - known[before].peak) / (guess - before) if before else 0
+                if exact or got.peak + slope > available:
                     return guess
-            elif low == guess < limit and high > guess + 1:
-                low, high = (guess, guess + 1) if step(guess + 1).peak > available else (guess + 1, high)
-            nearest = sorted({**points, guess: got}, key=lambda size: abs(size - guess))
-            points = {size: step(size) for size in nearest[: len(points)]}
+            # Sizes whose steps run the same ops, the nearest first; a third one where two did not suffice.
+            nearest = sorted(known, key=lambda size: (len(known[size].sums) != len(got.sums), abs(size - guess)))
+            points = {size: known[size] for size in nearest[: 2 if vary == "batch_size" or len(known) < 4 else 3]}
         return low
+
 
 def _moments(points: dict[int, _Step], size: int) -> torch.Tensor:
     """Sums at every moment of a step of another size: the polynomial through the known ones."""
