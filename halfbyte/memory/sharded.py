@@ -34,6 +34,7 @@ class _Unit:
     gathered: bool = False
     in_backward: bool = False  # its pre-backward hook has run in this step
     shards: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
+    zeros: list[Tensor] = field(default_factory=list)  # this rank's gradient of packed rows beside a trainable bias
 
 
 class Sharding:
@@ -83,14 +84,17 @@ class Sharding:
         what their gradients need is saved in forward (the input of a frozen norm's weight, in every block under LoRA).
         """
         if any(p.requires_grad for p in unit.parameters):
-            self._thawed += [p for p in unit.parameters if not p.requires_grad]
-            for p in unit.parameters:
+            frozen = [p for p in unit.parameters if not p.requires_grad and p.is_floating_point()]
+            self._thawed += frozen
+            for p in frozen:
                 p.requires_grad_(True)
 
     def zero_grad(self) -> None:
         """`set_to_none`, of shards too."""
         for parameter in [*self.trainable, *(shard for unit in self.units for _, shard in unit.shards)]:
             parameter.grad = None
+        for unit in self.units:
+            unit.zeros.clear()
 
     def begin_forward(self) -> None:
         """Gathers the root: it stays gathered until backward has ended."""
@@ -227,6 +231,8 @@ class Sharding:
         flat = self.strategy == "fsdp1"
         with_grads = [(p, shard) for p, shard in unit.shards if p.grad is not None]
         size = sum(_bytes(p) for p, _ in with_grads)
+        rows = [p for p in unit.parameters if not p.is_floating_point()] if flat and with_grads else []
+        size += sum(map(_bytes, rows))
         if flat:  # autograd joins the gradients of all views of the flat parameter while it is still gathered
             self.tracker.add(BUFFERS, size)
         self._release(unit)
@@ -239,6 +245,10 @@ class Sharding:
             piece = torch.empty_like(shard)
             self.tracker.track(piece, "gradients", self.tracker.owner(shard))
             shard.grad = piece
+        for p in rows:
+            piece = torch.empty(-(-_bytes(p) // self.world_size), dtype=torch.uint8, device=p.device)
+            self.tracker.track(piece, "gradients", self.tracker.owner(p))
+            unit.zeros.append(piece)
         self.tracker.add(BUFFERS, -self._reducing)
         self._reducing = size
         if flat and unit.parameters[0].device.type == "cpu":  # gloo has copied its input and returns when it is done
