@@ -108,28 +108,24 @@ def fold_(model: nn.Module) -> list[Fold]:
 def _fold_list(container: Any, shared: set[int]) -> list[Fold]:
     members = list(container)
     signatures = [_signature(member, shared) for member in members]
-    kept: list[nn.Module] = []
-    kept_signatures: list[Any] = []
+    kept: list[int] = []
     folds: list[Fold] = []
     at = 0
     while at < len(members):
         period, repeats = _run(signatures, at)
-        size = period * (3 if repeats > 3 else 1)
-        chosen = members[at : at + 2 * period] + members[at + period * (repeats - 1) : at + period * repeats]
         if repeats > 3:
-            middle, after = tuple(members[at + period : at + 2 * period]), members[at + period * (repeats - 1)]
-            folds.append(Fold(middle, after, repeats - 3))
-            kept += chosen
-            at += period * repeats
+            last = at + period * (repeats - 1)
+            folds.append(Fold(tuple(members[at + period : at + 2 * period]), members[last], repeats - 3))
+            kept += [*range(at, at + 2 * period), *range(last, last + period)]
+            at = last + period
         else:
-            kept += members[at : at + size]
-            at += size
-        kept_signatures = [signatures[members.index(member)] for member in kept]
+            kept.append(at)
+            at += 1
     # A model may say by number what a block is (`config.layer_types[i]`): the numbers that are left must still be right.
-    if folds and kept_signatures == signatures[: len(kept)]:
-        container._modules = OrderedDict((str(index), member) for index, member in enumerate(kept))
-        return folds
-    return []
+    if not folds or [signatures[index] for index in kept] != signatures[: len(kept)]:
+        return []
+    container._modules = OrderedDict((str(number), members[index]) for number, index in enumerate(kept))
+    return folds
 
 
 def _run(signatures: list[Any], at: int) -> tuple[int, int]:
