@@ -93,14 +93,14 @@ class Packed(nn.Module):
             The module.
 
         Raises:
-            TypeError: True.
+            RuntimeError: True.
 
         Note:
             `requires_grad_(True)` on a tensor, or on a module around this one, is torch's own and raises torch's message
             ("only Tensors of floating point dtype can require gradients"): see docs/troubleshooting.md.
         """
         if requires_grad:
-            raise TypeError(
+            raise RuntimeError(  # as torch does
                 f"requires_grad_: the packed rows of {type(self).__name__}({self.extra_repr()}) can't require a gradient. "
                 "Train an adapter on them (PEFT's LoRA), make the layer dense (skip=, peft's modules_to_save on a dense "
                 "layer, lightning_plugin.GradualUnfreezing while it trains), or call bias.requires_grad_(True) for its bias"

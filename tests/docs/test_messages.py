@@ -57,7 +57,7 @@ def test_the_message_of_torch_is_what_a_user_sees() -> None:
 def test_a_packed_layer_says_what_to_do_instead() -> None:
     layer = QuantLinear(64, 32)
     message = r"packed rows of QuantLinear\(in_features=64, out_features=32.*PEFT's LoRA.*GradualUnfreezing"
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(RuntimeError, match=message):
         layer.requires_grad_(True)
     assert not layer.requires_grad_(False).bias.requires_grad
     layer.bias.requires_grad_(True)
