@@ -39,6 +39,7 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_checks  # noqa: E402
+import gpu_plan  # noqa: E402
 import gpu_sections  # noqa: E402
 import gpu_train  # noqa: E402
 import torch  # noqa: E402
@@ -82,6 +83,7 @@ def tasks(cuda: bool, only: str) -> dict[str, Task]:
         "codec": Task(gpu_sections.codec, 60),
         "optimizers": Task(gpu_sections.optimizers, 90),
         "train_8b": Task(gpu_train.train_8b, 120),
+        "plan": Task(lambda b: gpu_plan.check_plans(b.device, b.tiny), 90),
         "qlora_linear": Task(gpu_sections.qlora_linear, 30),
         "backwards": Task(gpu_sections.backwards, 60),
         "fp8_linear": Task(gpu_sections.fp8_linears, 45),

@@ -123,7 +123,8 @@ def differentiable(name: str, formula: type) -> Callable[..., Any]:
         return output
 
     bases, common = (torch.autograd.Function,), {"backward": backward}
-    transformable: Any = type(formula.__name__, bases, {**common, "forward": staticmethod(call), "setup_context": setup_context})
+    for_functorch = {**common, "forward": staticmethod(call), "setup_context": setup_context}
+    transformable: Any = type(formula.__name__, bases, for_functorch)
     plain: Any = type(formula.__name__, bases, {**common, "forward": staticmethod(forward)})
     # What `Function.apply` ends in. It only unwraps tensors that escaped from a functorch transform before, in Python.
     record: Callable[..., Any] = super(torch.autograd.Function, plain).apply

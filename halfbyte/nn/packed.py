@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from halfbyte.nn.tensor_parallel import refuse_cut_rows
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, quantize
 from halfbyte.optim.sharding import first_row, is_dtensor, local
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -89,6 +92,32 @@ class Packed(nn.Module):
         if dtype in FLOAT_DTYPES:
             self.dense_dtype = dtype
         return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As `nn.Module` does for what can train, which packed rows can't.
+
+        Called by users, and by PEFT on what `modules_to_save` names.
+
+        Args:
+            requires_grad: False freezes the bias as well.
+
+        Returns:
+            The module.
+
+        Raises:
+            RuntimeError: True.
+
+        Note:
+            `requires_grad_(True)` on a tensor, or on a module around this one, is torch's own and raises torch's message
+            ("only Tensors of floating point dtype can require gradients"): see docs/troubleshooting.md.
+        """
+        if requires_grad:
+            raise RuntimeError(  # as torch does
+                f"requires_grad_: the packed rows of {type(self).__name__}({self.extra_repr()}) can't require a gradient. "
+                "Train an adapter on them (PEFT's LoRA), make the layer dense (skip=, peft's modules_to_save on a dense "
+                "layer, lightning_plugin.GradualUnfreezing while it trains), or call bias.requires_grad_(True) for its bias"
+            )
+        return super().requires_grad_(False)
 
 
 class PackedRows(Packed):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from lightning_models import batch, losses_by_hand, packed_net
+from lightning_models import STEPS, Module, batch, losses_by_hand, packed_net, trainer
 from ranks import run_ranks
 from torch import nn
 
@@ -59,3 +59,21 @@ def test_fabric_fits_clips_saves_and_resumes(trained: list[dict]) -> None:
     for rank in range(2):
         assert trained[rank]["fabric"]["losses"] == pytest.approx(expected[rank], abs=1e-6)
         assert trained[rank]["fabric"]["rows"] == trained[0]["init"]["rows"]
+
+
+@pytest.mark.parametrize("name", ["unfrozen", "packed later"])
+def test_layers_that_change_while_it_trains(trained: list[dict], name: str) -> None:
+    """The mean loss of the ranks is that of one process with both shares; what changed stays equal on both."""
+    from lightning_plugin import GradualUnfreezing, HalfbytePrecision, ProgressiveQuantization
+
+    plugin, callback = {
+        "unfrozen": (HalfbytePrecision("nf4"), GradualUnfreezing({2: ["first"]})),
+        "packed later": (None, ProgressiveQuantization({2: ["first"]})),
+    }[name]
+    alone = Module("configure")
+    trainer(plugin, STEPS, callbacks=[callback]).fit(alone)
+    first, second = (rank[name] for rank in trained)
+    assert (first["weight"], first["dtype"]) == (second["weight"], second["dtype"])
+    assert first["dtype"] == ("torch.float32" if name == "unfrozen" else "torch.uint8")
+    means = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
+    assert means == pytest.approx(alone.losses, abs=1e-5)
