@@ -140,8 +140,8 @@ def save(results: dict[str, list[dict[str, str]]], sdist: str, path: Path | None
         columns, kinds = ["tests", "passed", "failed", "skipped"], ("passed", "failed", "skipped")
         tables = [
             {
-                "title": f"Tests of {sdist} with the loaders of its quantization backends swapped for halfbyte's. LoRA is added "
-                "to its methods, without 6 cases that read an attribute which PEFT's LoRA layers don't have.",
+                "title": f"Tests of {sdist} with the loaders of its quantization backends swapped for halfbyte's. LoRA is "
+                "added to its methods, without 6 cases that read an attribute which PEFT's LoRA layers don't have.",
                 "columns": columns,
                 "rows": [[name, *(found[kind] for kind in kinds)] for name, found in counts.items()],
             },
