@@ -115,9 +115,9 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
             TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
         """
         parameters = self._parameters  # nn.Module finds a name there too, but takes 0.6 us for each
-        weight, bias = parameters.get("weight"), parameters.get("bias")
-        if weight is None:
-            weight, bias = self.weight, self.bias  # FSDP1 and parametrizations keep it elsewhere
+        # FSDP1 and parametrizations keep them elsewhere, each by itself.
+        weight = parameters["weight"] if "weight" in parameters else self.weight
+        bias = parameters["bias"] if "bias" in parameters else self.bias
         if is_dtensor(weight):
             return linear_sharded(input, weight, bias, self._compute)
         return self._compute(input, self.packed if self._contained else weight, bias)
