@@ -117,7 +117,7 @@ class _LoraLinear:
             grad = input.new_zeros((*input.shape[:-1], packed.shape[0]))
         needs_input, _, needs_bias, needs_A, needs_B, *_ = ctx.needs_input_grad
         dtype = _multiplied(projected)
-        rank, N = lora_B.shape[1], packed.shape[0]
+        rank = lora_B.shape[1]
         rows, x, t = _as(_matrix(grad), dtype), _matrix(input), _as(_matrix(projected), dtype)
         groups, first = [], 0  # (grad, x A^T, B) of each group of rows
         for i, size in enumerate(ctx.splits):

@@ -192,3 +192,13 @@ def test_embedding_arguments() -> None:
     torch.manual_seed(0)
     layer = QuantEmbedding(20, 64, -1, format="nf4", dtype=torch.float32)
     assert torch.equal(layer.weight, halfbyte.quantize(dense.weight))
+
+
+@pytest.mark.parametrize("moved", [("weight",), ("bias",), ("weight", "bias")])
+def test_forward_finds_parameters_that_a_host_keeps_as_plain_attributes(moved: tuple[str, ...]) -> None:
+    # as FSDP1 does with those that it shards, each by itself
+    layer, x = QuantLinear(64, 8), torch.randn(3, 64)
+    expected = layer(x)
+    for name in moved:
+        layer.__dict__[name] = layer._parameters.pop(name).detach()
+    assert torch.equal(layer(x), expected)
