@@ -19,7 +19,8 @@ process, on buffers rotated past the last-level cache, with the floors (copy, re
 quiet samples, or the lower quintile where fewer than 5 were quiet. "times ours" is that row's time over halfbyte's in the
 same rounds: **below 1 we lose**.
 
-`gpu_check.py` (`make gpu`) does the same on a GPU; nobody has run it yet.
+`gpu_check.py` (`make gpu`) does the same on a GPU; nobody has run it yet. What the compiler made of the CUDA kernels is
+under "sass" (`sass_counts.py`).
 
 This file is made from `results/*.json` by `python benchmarks/table.py`.
 """
@@ -28,8 +29,8 @@ This file is made from `results/*.json` by `python benchmarks/table.py`.
 def heading(result: dict[str, Any]) -> list[str]:
     """Name, hardware and versions."""
     env = result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    where = f"{env['cpu']}, {env['isa']}, {env['threads']} threads; {versions}; commit {env['commit']}."
+    versions = ", ".join(f"{name} {version}" for name, version in env.get("versions", {}).items())
+    where = env.get("where") or f"{env['cpu']}, {env['isa']}, {env['threads']} threads; {versions}; commit {env['commit']}."
     return [f"## {result['benchmark']}", "", where, ""]
 
 
@@ -41,7 +42,7 @@ def plain(result: dict[str, Any]) -> str:
         rule = "|---|" + "---:|" * (len(rows[0]) - 1)
         head, *body = [f"| {' | '.join(row)} |" for row in rows]
         lines += [table["title"], "", head, rule, *body, ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *result.get("notes", []), *[""] * ("notes" in result)])
 
 
 def comparisons(result: dict[str, Any]) -> str:

@@ -62,54 +62,80 @@ inline void check_optimizer_arguments(const OptimizerArguments& a, const Optimiz
   HALFBYTE_CHECK(h.momentum >= 0.0, a.op, "momentum must not be negative, got ", h.momentum);
 }
 
-inline void check_list_tensor(const char* op, const char* name, size_t i, const Tensor& t, const Tensor& param) {
-  HALFBYTE_CHECK(t.is_contiguous(), op, name, "[", i, "] must be contiguous, got shape ", shape_text(t),
+// The checks below run for every tensor of every list: 2000 of them for 448 parameters. Hence one device for all, compared
+// as numbers, and untyped pointers (the typed ones ask for the dtype again).
+struct DeviceCode {
+  int32_t type, index;
+  explicit DeviceCode(const Tensor& t) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(t.get(), &type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(t.get(), &index));
+  }
+  bool operator==(const DeviceCode&) const = default;
+};
+
+inline void check_list_tensor(const OptimizerArguments& a, const char* name, size_t i, const Tensor& t, const DeviceCode& device) {
+  HALFBYTE_CHECK(t.is_contiguous(), a.op, name, "[", i, "] must be contiguous, got shape ", shape_text(t),
                  " with other strides; a copy would be updated instead of it");
-  check_same_device(op, name, t, "params", param);
+  if (DeviceCode(t) != device) [[unlikely]] check_same_device(a.op, name, t, "params", a.params[0]);
 }
 
-inline void check_state(const char* op, size_t i, const Tensor& codes, const Tensor& scales, const Tensor& param,
-                        int64_t rows, int64_t blocks_per_row) {
-  check_list_tensor(op, "codes", i, codes, param);
-  check_list_tensor(op, "scales", i, scales, param);
-  HALFBYTE_CHECK(codes.scalar_type() == ScalarType::Byte, op, "codes[", i, "] must be uint8, got ", dtype_name(codes.scalar_type()));
-  HALFBYTE_CHECK(codes.sizes() == param.sizes(), op, "codes[", i, "] must have params[", i, "]'s shape ", shape_text(param),
+inline void check_state(const OptimizerArguments& a, size_t i, const Tensor& codes, const Tensor& scales, int64_t rows,
+                        int64_t blocks_per_row, const DeviceCode& device) {
+  const Tensor& param = a.params[i];
+  check_list_tensor(a, "codes", i, codes, device);
+  check_list_tensor(a, "scales", i, scales, device);
+  HALFBYTE_CHECK(codes.scalar_type() == ScalarType::Byte, a.op, "codes[", i, "] must be uint8, got ", dtype_name(codes.scalar_type()));
+  HALFBYTE_CHECK(codes.sizes() == param.sizes(), a.op, "codes[", i, "] must have params[", i, "]'s shape ", shape_text(param),
                  ", got ", shape_text(codes));
-  HALFBYTE_CHECK(scales.scalar_type() == ScalarType::Float, op, "scales[", i, "] must be float32, got ",
+  HALFBYTE_CHECK(scales.scalar_type() == ScalarType::Float, a.op, "scales[", i, "] must be float32, got ",
                  dtype_name(scales.scalar_type()));
-  HALFBYTE_CHECK(scales.dim() == 2 && scales.size(0) == rows && scales.size(1) == blocks_per_row, op, "scales[", i,
+  const auto sizes = scales.sizes();
+  HALFBYTE_CHECK(sizes.size() == 2 && sizes[0] == rows && sizes[1] == blocks_per_row, a.op, "scales[", i,
                  "] must have shape (", rows, ", ", blocks_per_row, ") for a parameter of shape ", shape_text(param), ", got ",
                  shape_text(scales));
 }
 
 // Checks entry i of the lists, writes it to `out` and returns its number of rows.
-inline int64_t fill_optimizer_tensor(const OptimizerArguments& a, size_t i, OptimizerTensor& out) {
+inline int64_t fill_optimizer_tensor(const OptimizerArguments& a, size_t i, const DeviceCode& device, OptimizerTensor& out) {
   const Tensor& param = a.params[i];
   const Tensor& grad = a.grads[i];
   out.param_dtype = checked_dtype(a.op, "params", param.scalar_type());
   out.grad_dtype = checked_dtype(a.op, "grads", grad.scalar_type());
-  check_list_tensor(a.op, "params", i, param, a.params[0]);
-  check_list_tensor(a.op, "grads", i, grad, param);
-  HALFBYTE_CHECK(grad.sizes() == param.sizes(), a.op, "grads[", i, "] must have params[", i, "]'s shape ", shape_text(param),
+  check_list_tensor(a, "params", i, param, device);
+  check_list_tensor(a, "grads", i, grad, device);
+  const auto sizes = param.sizes();
+  HALFBYTE_CHECK(grad.sizes() == sizes, a.op, "grads[", i, "] must have params[", i, "]'s shape ", shape_text(param),
                  ", got ", shape_text(grad));
-  HALFBYTE_CHECK(param.dim() >= 1, a.op, "params[", i, "] must have at least 1 dimension");
-  const int64_t rows = param.dim() == 1 ? 1 : param.size(0);
-  int64_t length = param.dim() == 1 ? param.size(0) : 1;
-  for (int64_t d = 1; d < param.dim(); ++d) length *= param.size(d);
+  HALFBYTE_CHECK(sizes.size() >= 1, a.op, "params[", i, "] must have at least 1 dimension");
+  const int64_t rows = sizes.size() == 1 ? 1 : sizes[0];
+  int64_t length = sizes.size() == 1 ? sizes[0] : 1;
+  for (size_t d = 1; d < sizes.size(); ++d) length *= sizes[d];
   out.row_length = length;
   out.blocks_per_row = (length + kStateBlock - 1) / kStateBlock;
   out.element_offset = a.element_offsets.empty() ? 0 : uint64_t(a.element_offsets[i]);
-  check_state(a.op, i, a.first_codes[i], a.first_scales[i], param, rows, out.blocks_per_row);
+  check_state(a, i, a.first_codes[i], a.first_scales[i], rows, out.blocks_per_row, device);
   out.param = param.mutable_data_ptr();
   out.grad = grad.const_data_ptr();
-  out.codes[0] = a.first_codes[i].mutable_data_ptr<uint8_t>();
-  out.scales[0] = a.first_scales[i].mutable_data_ptr<float>();
+  out.codes[0] = static_cast<uint8_t*>(a.first_codes[i].mutable_data_ptr());
+  out.scales[0] = static_cast<float*>(a.first_scales[i].mutable_data_ptr());
   if (a.second_codes) {
-    check_state(a.op, i, (*a.second_codes)[i], (*a.second_scales)[i], param, rows, out.blocks_per_row);
-    out.codes[1] = (*a.second_codes)[i].mutable_data_ptr<uint8_t>();
-    out.scales[1] = (*a.second_scales)[i].mutable_data_ptr<float>();
+    check_state(a, i, (*a.second_codes)[i], (*a.second_scales)[i], rows, out.blocks_per_row, device);
+    out.codes[1] = static_cast<uint8_t*>((*a.second_codes)[i].mutable_data_ptr());
+    out.scales[1] = static_cast<float*>((*a.second_scales)[i].mutable_data_ptr());
   }
   return rows;
 }
+
+// All entries of the lists, checked. Nothing is written before every one of them has been.
+struct OptimizerTensors {
+  std::vector<OptimizerTensor> tensors;
+  std::vector<int64_t> rows;  // of each
+
+  explicit OptimizerTensors(const OptimizerArguments& a) : tensors(a.params.size()), rows(a.params.size()) {
+    if (tensors.empty()) return;
+    const DeviceCode device(a.params[0]);
+    for (size_t i = 0; i < tensors.size(); ++i) rows[i] = fill_optimizer_tensor(a, i, device, tensors[i]);
+  }
+};
 
 }  // namespace halfbyte

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 __all__ = [
     "LIBRARY_DIR",
     "build_info",
+    "differentiable",
+    "eager",
     "load_error",
-    "node_of",
     "overload",
     "register_autocast",
     "register_fake",
@@ -84,25 +86,56 @@ def register_kernel(name: str, function: Callable[..., Any]) -> None:
         _registrations.impl(name, function, "CompositeExplicitAutograd")
 
 
-def node_of(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """`function.apply`, at a third of its cost where no functorch transform (`torch.func.grad`, `vmap`) is active.
+def eager(name: str) -> Callable[..., Any]:
+    """`halfbyte::<name>` without recording autograd, at the least cost per call.
 
-    `apply` of a Function with a `setup_context`, which the transforms need, binds the signature of `forward` at every call.
-    The same formula without one does not: 47 us against 22 for a small layer.
+    Below autograd, because the formula that `differentiable` registers is Python and would be asked even where nothing
+    requires grad (4 us); without `OpOverload.__call__`, which only adds a Python frame to its `_op`.
     """
+    op = overload(name)
+    op = getattr(op, "_op", op)
+    below = torch._C._AutoDispatchBelowAutograd
+
+    def call(*args: Any) -> Any:
+        with below():
+            return op(*args)
+
+    return call
+
+
+def differentiable(name: str, formula: type) -> Callable[..., Any]:
+    """Makes `formula` the derivative of `halfbyte::<name>`; returns the op as one node of the autograd graph.
+
+    Compiled graphs and direct calls of the op take the formula that is registered with the dispatcher. The returned function
+    costs half of that, and a third of `Function.apply`, which binds the signature of `forward` at every call of a Function
+    with a `setup_context`. Only functorch's transforms (`torch.func.grad`, `vmap`) need such a one.
+
+    Args:
+        name: of the op.
+        formula: a class with the static methods `setup_context(ctx, inputs, output)` and `backward(ctx, *grads)`.
+    """
+    call = eager(name)
+    setup_context, backward = staticmethod(formula.setup_context), staticmethod(formula.backward)  # type: ignore[attr-defined]
 
     def forward(ctx: Any, *args: Any) -> Any:
-        output = function.forward(*args)
-        function.setup_context(ctx, args, output)
+        output = call(*args)
+        formula.setup_context(ctx, args, output)  # type: ignore[attr-defined]
         return output
 
-    methods = {"forward": staticmethod(forward), "backward": staticmethod(function.backward)}
-    plain: Any = type(function.__name__, (torch.autograd.Function,), methods)
+    bases, common = (torch.autograd.Function,), {"backward": backward}
+    transformable: Any = type(formula.__name__, bases, {**common, "forward": staticmethod(call), "setup_context": setup_context})
+    plain: Any = type(formula.__name__, bases, {**common, "forward": staticmethod(forward)})
+    # What `Function.apply` ends in. It only unwraps tensors that escaped from a functorch transform before, in Python.
+    record: Callable[..., Any] = super(torch.autograd.Function, plain).apply
+    transforms_active, unwrap = torch._C._are_functorch_transforms_active, torch._C._functorch.unwrap_if_dead
 
-    def apply(*args: Any) -> Any:
-        transformed = torch._C._are_functorch_transforms_active()
-        return (function if transformed else plain).apply(*args)
+    def apply(input: Tensor, *args: Any) -> Any:
+        if transforms_active():
+            return transformable.apply(input, *args)
+        return record(unwrap(input), *args)
 
+    if load_error is None:
+        torch.library.register_autograd(f"halfbyte::{name}", formula.backward, setup_context=formula.setup_context)  # type: ignore[attr-defined]
     return apply
 
 

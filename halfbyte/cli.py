@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -22,12 +23,15 @@ import torch
 import halfbyte
 from halfbyte import _library
 from halfbyte.checkpoint import quantize_checkpoint
+from halfbyte.errors import QuantizationError
 from halfbyte.formats import FORMATS, Format
 from halfbyte.memory.plan import MemoryPlan, parse_bytes, plans_of
 from halfbyte.memory.plan import _aligned as aligned
 from halfbyte.memory.sharded import STRATEGIES
 from halfbyte.memory.simulate import OPTIMIZERS
 from halfbyte.memory.subject import on_meta
+from halfbyte.nn.conv1d import is_conv1d
+from halfbyte.nn.experts import expert_weights
 
 __all__ = ["console", "help_page", "main"]
 
@@ -299,13 +303,31 @@ def _quantize(args: argparse.Namespace) -> tuple[Any, str]:
     if args.src.suffix == ".gguf":
         tensors, model, tokenizer = _decoded_gguf(args.src)
         config = json.loads(model.config.to_json_string())
+        _say_disk_use(args.out, tensors, args.format, model)
         done = quantize_checkpoint(tensors, args.out, args.format, model=model, config=config, progress=progress)
         tokenizer.save_pretrained(args.out)
     else:
         model = on_meta(args.src)
-        done = quantize_checkpoint(args.src, args.out, args.format, model=model, progress=progress)
+        _say_disk_use(args.out, args.src, args.format, model)
+        if any(is_conv1d(module) or expert_weights(module) for module in model.modules()):
+            from peft_bridge.folder import quantize_folder
+
+            done = quantize_folder(args.src, args.out, args.format)
+        else:
+            done = quantize_checkpoint(args.src, args.out, args.format, model=model, progress=progress)
     data = {"out": str(args.out), "bytes": done.bytes, "dense_bytes": done.dense_bytes, "quantized": len(done.quantized)}
     return data, f"{done}\n{args.out}"
+
+
+def _say_disk_use(out: Path, source: Any, format: str, model: Any) -> None:
+    """To stderr: what the weights will take at most (experts and Conv1D are counted dense), and what is free."""
+    try:
+        needed = quantize_checkpoint(source, out, format, model=model, dry_run=True).bytes
+    except QuantizationError:  # only experts or Conv1D
+        needed = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    parent = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(parent).free
+    print(f"{out}: up to {needed / 1e6:.1f} MB will be written, {free / 1e6:.1f} MB are free", file=sys.stderr)
 
 
 def _calibrate(args: argparse.Namespace) -> tuple[Any, str]:

@@ -44,7 +44,7 @@ class HalfbyteFSDP2Strategy(FSDP2, ModelParallelStrategy):
         checkpointing: recompute each block in backward, see `fully_shard`.
         reshard_after_forward: release a block's gathered parameters between forward and backward.
         mp_policy: a `MixedPrecisionPolicy` for the trainable and dense parameters; packed rows are left alone.
-        offload_policy: an `OffloadPolicy`.
+        offload_policy: an `OffloadPolicy`, see `fully_shard`.
         device_mesh: (replicas, ranks that share one replica), or a two-dimensional `DeviceMesh`: shards inside each replica.
             None: one replica over all ranks.
         save_distributed_checkpoint: True: a folder to which each rank writes its part; False: one file, gathered on rank 0.

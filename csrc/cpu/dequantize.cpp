@@ -22,8 +22,8 @@ Tensor dequantize(const Tensor& packed, int64_t format, int64_t block_size, int6
   const RowLayout layout = checked_layout(op, format, block_size, in_features);
   check_packed(op, packed, layout);
   const DType out_dtype = checked_dtype(op, "dtype", dtype);
-  const Tensor source = torch::stable::contiguous(packed);
-  Tensor output = torch::stable::new_empty(source, with_last_size(packed, in_features), dtype);
+  const Tensor source = as_contiguous(packed);
+  Tensor output = new_tensor(source, with_last_size(packed, in_features), dtype);
   const int64_t output_bytes = output.numel() * int64_t(output.element_size());
   prefer_huge_pages(output.mutable_data_ptr(), output_bytes);
   dequantize_into(source.const_data_ptr<uint8_t>(), leading_numel(packed), layout, out_dtype, output.mutable_data_ptr(),

@@ -18,11 +18,11 @@ Tensor embedding(const Tensor& indices, const Tensor& packed, int64_t format, in
   HALFBYTE_CHECK(wide || indices.scalar_type() == ScalarType::Int, op, "indices must be int64 or int32, got ",
                  dtype_name(indices.scalar_type()));
   const DType out_dtype = checked_dtype(op, "dtype", dtype);
-  const Tensor ids = torch::stable::contiguous(indices);
-  const Tensor rows = torch::stable::contiguous(packed);
+  const Tensor ids = as_contiguous(indices);
+  const Tensor rows = as_contiguous(packed);
   std::vector<int64_t> sizes(indices.sizes().begin(), indices.sizes().end());
   sizes.push_back(embedding_dim);
-  Tensor output = torch::stable::new_empty(rows, sizes, dtype);
+  Tensor output = new_tensor(rows, sizes, dtype);
   const int64_t count = ids.numel(), num_embeddings = packed.size(0);
   const void* id_data = ids.const_data_ptr();
   const auto id_at = [&](int64_t i) {

@@ -12,8 +12,8 @@ std::tuple<Tensor, Tensor> error_feedback(const Tensor& weight, const std::optio
                                           const std::optional<Tensor>& scales, const Tensor& candidates, int64_t format,
                                           int64_t block_size) {
   const FeedbackOperands o = checked_feedback(weight, factor, importance, scales, candidates, format, block_size);
-  Tensor targets = torch::stable::new_empty(o.weight, {o.rows, o.layout.in_features});
-  Tensor chosen = torch::stable::new_empty(o.weight, {o.rows, o.layout.num_blocks});
+  Tensor targets = new_tensor(o.weight, {o.rows, o.layout.in_features}, ScalarType::Float);
+  Tensor chosen = new_tensor(o.weight, {o.rows, o.layout.num_blocks}, ScalarType::Float);
   const FeedbackArgs args = feedback_args(o, targets, chosen);
   const FeedbackKernels& kernel = kernels().feedback;
   const int64_t tile = kernel.tile_rows;

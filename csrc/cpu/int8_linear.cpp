@@ -16,7 +16,7 @@ void run_direct(const uint8_t* rows, int64_t tokens, const uint8_t* packed, int6
                 const LinearOutput& target) {
   const Int8LinearKernels& table = kernels().int8_linear;
   const int64_t padded = round_up(layout.in_features, table.direct_step);
-  Tensor codes = torch::stable::new_empty(like, {tokens * padded * table.direct_bytes}, ScalarType::Byte);
+  Tensor codes = new_tensor(like, {tokens * padded * table.direct_bytes}, ScalarType::Byte);
   int32_t sums[4];
   float factors[4];
   table.prepare_direct(rows, tokens, layout, codes.mutable_data_ptr(), sums, factors);
@@ -34,14 +34,14 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
   std::optional<Tensor> added;
   if (bias) added = as_contiguous(*bias);
   const Tensor x = as_contiguous(input), weight = as_contiguous(packed);
-  Tensor output = torch::stable::new_empty(x, with_last_size(input, N), x.scalar_type());
+  Tensor output = new_tensor(x, with_last_size(input, N), x.scalar_type());
   if (N == 0 || tokens == 0) return output;
   const DType dtype = checked_dtype(op, "input", x.scalar_type());
   const LinearKernels& shared = kernels().linear;
   const Int8LinearKernels& table = kernels().int8_linear;
   const auto* codes = weight.const_data_ptr<uint8_t>();
   const int64_t most = std::min(tokens, kLinearTokens);
-  Tensor buffer = torch::stable::new_empty(x, {most * layout.row_bytes}, ScalarType::Byte);
+  Tensor buffer = new_tensor(x, {most * layout.row_bytes}, ScalarType::Byte);
   auto* rows = buffer.mutable_data_ptr<uint8_t>();
   LinearOutput target{output.mutable_data_ptr(), added ? added->const_data_ptr() : nullptr, N, dtype};
   if (tokens <= table.direct_tokens) {
@@ -50,8 +50,8 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
     return output;
   }
   const int64_t units_of_row = (K + table.unit_elements - 1) / table.unit_elements;
-  Tensor units = torch::stable::new_empty(x, {round_up(most, shared.tile_tokens) * units_of_row * 4}, ScalarType::Byte);
-  Tensor factors = torch::stable::new_empty(x, {most}, ScalarType::Float);
+  Tensor units = new_tensor(x, {round_up(most, shared.tile_tokens) * units_of_row * 4}, ScalarType::Byte);
+  Tensor factors = new_tensor(x, {most}, ScalarType::Float);
   void* prepared = units.mutable_data_ptr();
   float* token_factors = factors.mutable_data_ptr<float>();
   for (int64_t m = 0; m < tokens; m += kLinearTokens) {

@@ -1,7 +1,7 @@
 // Fronts of the 8-bit optimizer steps on the CPU: check every tensor of the list, then one parallel region over all of them.
 #include "../bridge.h"
 #include "../checks.h"
-#include "../optimizer_arguments.h"
+#include "../optimizer_fronts.h"
 #include "isa.h"
 #include "optimizer_subnormals.h"
 
@@ -36,10 +36,9 @@ void run(OptimizerRule rule, const OptimizerArguments& a, const OptimizerHyper& 
   if (a.params.empty() || (a.found_inf && scalar_of(*a.found_inf) != 0.0f)) return;
   const double lr = a.lr_tensor ? double(scalar_of(*a.lr_tensor)) : hyper.lr;
   const double grad_scale = a.grad_scale ? double(scalar_of(*a.grad_scale)) : 1.0;
-  std::vector<OptimizerTensor> tensors(a.params.size());
+  const auto [tensors, rows] = OptimizerTensors(a);
   std::vector<OptimizerScalars> scalars;
   std::vector<size_t> scalars_of(tensors.size());
-  std::vector<int64_t> rows(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (i == 0 || a.steps.size() > 1) {
       const float step = scalar_of(a.steps[i]);
@@ -49,11 +48,10 @@ void run(OptimizerRule rule, const OptimizerArguments& a, const OptimizerHyper& 
         scalars.push_back(optimizer_scalars(rule, hyper, lr, grad_scale, uint32_t(step)));
     }
     scalars_of[i] = scalars.size() - 1;
-    rows[i] = fill_optimizer_tensor(a, i, tensors[i]);
   }
   const std::vector<Chunk> chunks = make_chunks(tensors, rows);
   const OptimizerKernels& kernel = kernels().optimizer;
-  parallel_rows(int64_t(chunks.size()), 1, [&](int64_t begin, int64_t end) {
+  parallel_rows(int64_t(chunks.size()), 1, [&, &tensors = tensors](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
     for (int64_t i = begin; i < end; ++i) {
       const Chunk& c = chunks[size_t(i)];
@@ -62,59 +60,7 @@ void run(OptimizerRule rule, const OptimizerArguments& a, const OptimizerHyper& 
   });
 }
 
-void set_seed(OptimizerHyper& hyper, const std::optional<int64_t>& seed) {
-  hyper.stochastic = seed.has_value();
-  hyper.seed = seed.value_or(0);
-}
-
-using Tensors = std::vector<Tensor>;
-using MaybeTensor = std::optional<Tensor>;
-
-template <OptimizerRule RULE>
-void adam_step(Tensors params, Tensors grads, Tensors exp_avg_codes, Tensors exp_avg_scales, Tensors exp_avg_sq_codes,
-               Tensors exp_avg_sq_scales, Tensors steps, double lr, const MaybeTensor& lr_tensor, double beta1, double beta2,
-               double eps, double weight_decay, bool maximize, const MaybeTensor& grad_scale, const MaybeTensor& found_inf,
-               std::vector<int64_t> element_offsets, std::optional<int64_t> seed) {
-  const char* op = RULE == OptimizerRule::kAdamW ? "adamw8bit_step_" : "adam8bit_step_";
-  OptimizerHyper hyper{};
-  hyper.lr = lr, hyper.beta1 = beta1, hyper.beta2 = beta2, hyper.eps = eps, hyper.weight_decay = weight_decay;
-  hyper.maximize = maximize, set_seed(hyper, seed);
-  run(RULE, {op, params, grads, exp_avg_codes, exp_avg_scales, &exp_avg_sq_codes, &exp_avg_sq_scales, steps, lr_tensor,
-             grad_scale, found_inf, element_offsets},
-      hyper);
-}
-
-void lion_step(Tensors params, Tensors grads, Tensors exp_avg_codes, Tensors exp_avg_scales, Tensors steps, double lr,
-               const MaybeTensor& lr_tensor, double beta1, double beta2, double weight_decay, bool maximize,
-               const MaybeTensor& grad_scale, const MaybeTensor& found_inf, std::vector<int64_t> element_offsets,
-               std::optional<int64_t> seed) {
-  OptimizerHyper hyper{};
-  hyper.lr = lr, hyper.beta1 = beta1, hyper.beta2 = beta2, hyper.weight_decay = weight_decay;
-  hyper.maximize = maximize, set_seed(hyper, seed);
-  run(OptimizerRule::kLion, {"lion8bit_step_", params, grads, exp_avg_codes, exp_avg_scales, nullptr, nullptr, steps, lr_tensor,
-                             grad_scale, found_inf, element_offsets},
-      hyper);
-}
-
-void sgd_step(Tensors params, Tensors grads, Tensors momentum_codes, Tensors momentum_scales, Tensors steps, double lr,
-              const MaybeTensor& lr_tensor, double momentum, double dampening, double weight_decay, bool nesterov,
-              bool maximize, const MaybeTensor& grad_scale, const MaybeTensor& found_inf,
-              std::vector<int64_t> element_offsets, std::optional<int64_t> seed) {
-  OptimizerHyper hyper{};
-  hyper.lr = lr, hyper.momentum = momentum, hyper.dampening = dampening, hyper.weight_decay = weight_decay;
-  hyper.nesterov = nesterov, hyper.maximize = maximize, set_seed(hyper, seed);
-  run(OptimizerRule::kSGD, {"sgd8bit_step_", params, grads, momentum_codes, momentum_scales, nullptr, nullptr, steps, lr_tensor,
-                            grad_scale, found_inf, element_offsets},
-      hyper);
-}
-
 }  // namespace
 }  // namespace halfbyte::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) {
-  using halfbyte::OptimizerRule;
-  m.impl("adamw8bit_step_", TORCH_BOX(&halfbyte::cpu::adam_step<OptimizerRule::kAdamW>));
-  m.impl("adam8bit_step_", TORCH_BOX(&halfbyte::cpu::adam_step<OptimizerRule::kAdam>));
-  m.impl("lion8bit_step_", TORCH_BOX(&halfbyte::cpu::lion_step));
-  m.impl("sgd8bit_step_", TORCH_BOX(&halfbyte::cpu::sgd_step));
-}
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) { halfbyte::OptimizerFronts<halfbyte::cpu::run>::implement(m); }

@@ -13,14 +13,14 @@ Tensor quantize_checked(const char* op, const Tensor& input, const std::optional
   const DType dtype = checked_dtype(op, "input", input.scalar_type());
   const RowLayout layout = checked_layout(op, format, block_size, input.size(input.dim() - 1));
   const int64_t rows = leading_numel(input);
-  const Tensor x = torch::stable::contiguous(input);
+  const Tensor x = as_contiguous(input);
   std::optional<Tensor> s;
   if (scales) {
     check_scales(op, input, *scales, layout);
-    s = torch::stable::contiguous(*scales);
+    s = as_contiguous(*scales);
   }
   if (into) check_target(op, *into, input, layout);
-  Tensor packed = into ? *into : torch::stable::new_empty(x, with_last_size(input, layout.row_bytes), ScalarType::Byte);
+  Tensor packed = into ? *into : new_tensor(x, with_last_size(input, layout.row_bytes), ScalarType::Byte);
   const int64_t source_row = layout.in_features * int64_t(x.element_size());
   if (!into) prefer_huge_pages(packed.mutable_data_ptr(), rows * layout.row_bytes);
   const auto* source = static_cast<const char*>(x.const_data_ptr());

@@ -93,20 +93,40 @@ HALFBYTE_HD inline BlockEncoder block_encoder(uint32_t absmax_bits) {
   return {scale, prescale, div_ftz(1.0f, mul_ftz(scale, prescale)), true};
 }
 
+// The magnitude that is looked up for x: |x| (signed) or x, brought to [0, 1].
 template <bool SIGNED>
-HALFBYTE_HD inline uint32_t encode_moment(const MapTables& map, int32_t guess_offset, const float* midpoint,
-                                          const BlockEncoder& block, float x) {
-  if (!block.coded) return SIGNED ? 127u : 0u;
-  const bool negative = float_bits(x) >> 31;
-  const float scaled = mul_ftz(bits_float(float_bits(x) & (SIGNED ? 0x7FFFFFFFu : 0xFFFFFFFFu)), block.prescale);
-  if (!SIGNED && !(scaled > 0.0f)) return 0u;
-  const float a = mul_ftz(scaled, block.factor);
-  bool near = false;
-  uint32_t m = magnitude_of<SIGNED>(map, guess_offset, a, near);
-  if (near) m = settle<SIGNED>(midpoint, a, m, negative);
-  if (!SIGNED) return (m < 256u ? m : 256u) - 1u;
-  const int32_t code = negative ? 127 - int32_t(m) : 127 + int32_t(m);
+HALFBYTE_HD inline float normalized(const BlockEncoder& block, float x) {
+  return mul_ftz(mul_ftz(bits_float(float_bits(x) & (SIGNED ? 0x7FFFFFFFu : 0xFFFFFFFFu)), block.prescale), block.factor);
+}
+
+// The code of magnitude m; an unsigned one of what is not positive is 0.
+template <bool SIGNED>
+HALFBYTE_HD inline uint32_t code_of(uint32_t m, float x, const BlockEncoder& block) {
+  if (!SIGNED) return mul_ftz(x, block.prescale) > 0.0f ? (m < 256u ? m : 256u) - 1u : 0u;
+  const int32_t code = float_bits(x) >> 31 ? 127 - int32_t(m) : 127 + int32_t(m);
   return uint32_t(code < 0 ? 0 : code > 255 ? 255 : code);
+}
+
+// The codes of values of one block. Ties are rare: settled together, in a branch that is hardly ever taken.
+template <bool SIGNED, int COUNT>
+HALFBYTE_HD inline void encode_moments(const MapTables& map, int32_t guess_offset, const float* midpoint,
+                                       const BlockEncoder& block, const float (&x)[COUNT], uint32_t (&codes)[COUNT]) {
+  bool near = false;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int i = 0; i < COUNT; ++i) codes[i] = magnitude_of<SIGNED>(map, guess_offset, normalized<SIGNED>(block, x[i]), near);
+  if (near) {
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int i = 0; i < COUNT; ++i)
+      codes[i] = settle<SIGNED>(midpoint, normalized<SIGNED>(block, x[i]), codes[i], float_bits(x[i]) >> 31);
+  }
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int i = 0; i < COUNT; ++i) codes[i] = !block.coded ? (SIGNED ? 127u : 0u) : code_of<SIGNED>(codes[i], x[i], block);
 }
 
 // ---- the rules ----
@@ -138,9 +158,12 @@ HALFBYTE_HD inline Updated update_element(const OptimizerScalars& s, float param
   } else {
     out.param = fma_ftz(-s.step_size, s.nesterov ? fma_ftz(s.momentum, out.first, g) : out.first, param);
   }
-  // Moments that are not both finite start over, and leave their block's scales alone.
-  if (!is_finite(out.first) || !is_finite(out.second)) out.first = out.second = 0.0f;
   return out;
+}
+
+// Moments that are not both finite start over, and leave their block's scales alone.
+HALFBYTE_HD inline void restart_unless_finite(float& first, float& second) {
+  if (!is_finite(first) || !is_finite(second)) first = second = 0.0f;
 }
 
 // ---- stochastic rounding: by (seed, step, global element index) alone ----

@@ -9,12 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import load_error, node_of, overload, register_autocast, register_fake
+from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
 
 _linear = overload("linear")
 _linear_backward_input = overload("linear_backward_input")
+_eager_linear, _eager_backward_input = eager("linear"), eager("linear_backward_input")
 _clear_workspace = overload("clear_workspace")
 
 
@@ -63,8 +64,7 @@ def linear_by_id(
         return _linear(input, packed, bias, format, block_size, in_features)
     if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
         return _linear_node(input, packed, bias, format, block_size, in_features)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _linear(input, packed, bias, format, block_size, in_features)
+    return _eager_linear(input, packed, bias, format, block_size, in_features)
 
 
 def linear_backward_input(grad_output: Tensor, packed: Tensor, format: str | Format, in_features: int) -> Tensor:
@@ -96,16 +96,10 @@ def _backward_by_id(grad_output: Tensor, packed: Tensor, format: int, block_size
         return _linear_backward_input(grad_output, packed, format, block_size, in_features)
     if torch.is_grad_enabled() and grad_output.requires_grad:
         return _backward_node(grad_output, packed, format, block_size, in_features)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _linear_backward_input(grad_output, packed, format, block_size, in_features)
+    return _eager_backward_input(grad_output, packed, format, block_size, in_features)
 
 
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _linear(*args)
-
+class _Linear:
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, packed, bias, *ctx.sizes = inputs
@@ -115,19 +109,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         (packed,) = ctx.saved_tensors
-        grad_input = _backward_by_id(grad, packed, *ctx.sizes) if ctx.needs_input_grad[0] else None
-        grad_bias = None
-        if ctx.has_bias and ctx.needs_input_grad[2]:
-            grad_bias = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1]).sum(0)  # -1 would be ambiguous for no row
+        if not ctx.has_bias:  # then there is a node only because the input requires grad
+            return _backward_by_id(grad, packed, *ctx.sizes), None, None, None, None, None
+        needs_input, _, needs_bias, *_ = ctx.needs_input_grad
+        grad_input = _backward_by_id(grad, packed, *ctx.sizes) if needs_input else None
+        # -1 would be ambiguous for no row
+        grad_bias = grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1]).sum(0) if needs_bias else None
         return grad_input, None, grad_bias, None, None, None
 
 
-class _LinearBackwardInput(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _linear_backward_input(*args)
-
+class _LinearBackwardInput:
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, packed, *ctx.sizes = inputs
@@ -139,8 +130,8 @@ class _LinearBackwardInput(torch.autograd.Function):
         return linear_by_id(grad, packed, None, *ctx.sizes), None, None, None, None
 
 
-_linear_node = node_of(_Linear)
-_backward_node = node_of(_LinearBackwardInput)
+_linear_node = differentiable("linear", _Linear)
+_backward_node = differentiable("linear_backward_input", _LinearBackwardInput)
 
 
 @register_fake("linear")
@@ -166,10 +157,3 @@ def _autocast_linear(device_type: str) -> Callable[..., Tensor]:
 
 
 register_autocast("linear", _autocast_linear)
-if load_error is None:
-    torch.library.register_autograd("halfbyte::linear", _Linear.backward, setup_context=_Linear.setup_context)
-    torch.library.register_autograd(
-        "halfbyte::linear_backward_input",
-        _LinearBackwardInput.backward,
-        setup_context=_LinearBackwardInput.setup_context,
-    )

@@ -8,13 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import load_error, node_of, overload, register_autocast, register_fake
+from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
 
 _lora_linear = overload("lora_linear")
 _backward_input = overload("lora_linear_backward_input")
+_eager_lora_linear, _eager_backward_input = eager("lora_linear"), eager("lora_linear_backward_input")
 _cpu_isa = overload("cpu_isa")
 
 
@@ -97,16 +98,10 @@ def lora_linear_by_id(
     differentiable = (input, bias, lora_A, lora_B)
     if torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in differentiable):
         return _lora_linear_node(*arguments)[0]
-    with torch._C._AutoDispatchBelowAutograd():
-        return _lora_linear(*arguments)[0]
+    return _eager_lora_linear(*arguments)[0]
 
 
-class _LoraLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> tuple[Tensor, Tensor]:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _lora_linear(*args)
-
+class _LoraLinear:
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         input, packed, bias, lora_A, lora_B, ctx.scaling, ctx.splits, *ctx.sizes = inputs
@@ -170,16 +165,10 @@ def _backward_input_by_id(
         return _backward_input(*arguments)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (grad_output, grad_projected, lora_A)):
         return _backward_input_node(*arguments)
-    with torch._C._AutoDispatchBelowAutograd():
-        return _backward_input(*arguments)
+    return _eager_backward_input(*arguments)
 
 
-class _BackwardInput(torch.autograd.Function):
-    @staticmethod
-    def forward(*args: Any) -> Tensor:
-        with torch._C._AutoDispatchBelowAutograd():
-            return _backward_input(*args)
-
+class _BackwardInput:
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, packed, grad_projected, lora_A, *ctx.sizes = inputs
@@ -195,8 +184,8 @@ class _BackwardInput(torch.autograd.Function):
         return linear_by_id(grad, packed, None, *ctx.sizes), None, grad_low, grad_A, None, None, None
 
 
-_lora_linear_node = node_of(_LoraLinear)
-_backward_input_node = node_of(_BackwardInput)
+_lora_linear_node = differentiable("lora_linear", _LoraLinear)
+_backward_input_node = differentiable("lora_linear_backward_input", _BackwardInput)
 
 
 @register_fake("lora_linear")
@@ -255,8 +244,3 @@ def _autocast_lora_linear(device_type: str) -> Callable[..., Any]:
 
 
 register_autocast("lora_linear", _autocast_lora_linear)
-if load_error is None:
-    torch.library.register_autograd("halfbyte::lora_linear", _LoraLinear.backward, setup_context=_LoraLinear.setup_context)
-    torch.library.register_autograd(
-        "halfbyte::lora_linear_backward_input", _BackwardInput.backward, setup_context=_BackwardInput.setup_context
-    )

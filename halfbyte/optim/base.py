@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
 from halfbyte.optim import backward, foreign
@@ -228,24 +229,24 @@ class Optimizer8bit(Optimizer):
     # -- one group
 
     def _step_group(self, group: Group, params: Iterable[Tensor]) -> None:
+        # Whole lists at a time: a loop over 448 adapters that asks each a few questions costs more than their kernel.
+        params = list(params)
+        grads = [p.grad for p in params]
+        idle = [p for p, grad in zip(params, grads, strict=True) if grad is None]
+        if idle:
+            params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
+        states = [self.state[p] for p in params]
+        if not all(states):
+            self._init_states(group, params, states)
+        codes = self.moments[0].codes
         quantized: defaultdict[torch.device, list[tuple[Tensor, State]]] = defaultdict(list)
         dense: defaultdict[torch.device, list[tuple[Tensor, State]]] = defaultdict(list)
-        idle: list[Tensor] = []
-        new_steps: dict[torch.device, Tensor] = {}
-        codes = self.moments[0].codes
-        for i, p in enumerate(params):
-            grad = p.grad
-            if grad is None:
-                idle.append(p)
-                continue
-            state = self.state[p]
-            if not state:
-                if grad.is_sparse or grad.layout is not torch.strided:
-                    raise NotImplementedError(
-                        f"{type(self).__name__}: {self._describe(group, i)} has a sparse gradient; supported are dense ones"
-                    )
-                self._init_state(group, p, state, new_steps)
-            (quantized if codes in state else dense)[p.device].append((p, state))
+        with_codes = sum(codes in state for state in states)
+        if params and with_codes in (0, len(params)) and len(set(map(Tensor.get_device, params))) == 1:
+            (quantized if with_codes else dense)[params[0].device] = list(zip(params, states, strict=True))
+        else:
+            for p, state in zip(params, states, strict=True):
+                (quantized if codes in state else dense)[p.device].append((p, state))
         for device, members in quantized.items():
             work = self._gather(group, members, device)
             self._advance(work, idle)
@@ -255,6 +256,19 @@ class Optimizer8bit(Optimizer):
                     step.sub_(work.found_inf)
         for device, members in dense.items():
             self._run_dense(group, self._gather(group, members, device))
+
+    def _init_states(self, group: Group, params: list[Tensor], states: list[State]) -> None:
+        new_steps: dict[torch.device, Tensor] = {}
+        for p, state in zip(params, states, strict=True):
+            if state:
+                continue
+            grad = cast(Tensor, p.grad)
+            if grad.is_sparse or grad.layout is not torch.strided:
+                index = next(i for i, q in enumerate(group["params"]) if q is p)
+                raise NotImplementedError(
+                    f"{type(self).__name__}: {self._describe(group, index)} has a sparse gradient; supported are dense ones"
+                )
+            self._init_state(group, p, state, new_steps)
 
     def _init_state(self, group: Group, p: Tensor, state: State, new_steps: dict[torch.device, Tensor]) -> None:
         piece = local(p)
@@ -293,8 +307,7 @@ class Optimizer8bit(Optimizer):
     def _gather(self, group: Group, pairs: list[tuple[Tensor, State]], device: torch.device) -> Work:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         members, states = [p for p, _ in pairs], [state for _, state in pairs]
-        # Asked once per step, not once per tensor: a step over 448 adapters should cost its kernel.
-        sharded = any(map(is_dtensor, members))
+        sharded = any(type(p) is not Parameter and is_dtensor(p) for p in members)
         return Work(
             params=[local(p) for p in members] if sharded else members,
             grads=[cast(Tensor, local_grad(p) if sharded else p.grad) for p in members],
@@ -323,8 +336,11 @@ class Optimizer8bit(Optimizer):
             work.steps = work.steps[:1]
 
     def _run_quantized(self, group: Group, work: Work) -> None:
-        work.grads = [grad if grad.is_contiguous() else grad.contiguous() for grad in work.grads]
-        strided = [i for i, p in enumerate(work.params) if not p.is_contiguous()]
+        if not all(map(Tensor.is_contiguous, work.grads)):
+            work.grads = [grad.contiguous() for grad in work.grads]
+        strided = []
+        if not all(map(Tensor.is_contiguous, work.params)):
+            strided = [i for i, p in enumerate(work.params) if not p.is_contiguous()]
         originals = [work.params[i] for i in strided]
         for i in strided:
             work.params[i] = work.params[i].contiguous()

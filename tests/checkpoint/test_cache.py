@@ -49,13 +49,13 @@ def test_the_second_load_quantizes_nothing_and_opens_no_shard_of_the_source_twic
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check(load(dense))
-        assert len(quantizations) == 6
+        assert len(quantizations) == 9
         check(load(dense))
         check(load(dense, device="cpu"))
-        assert len(quantizations) == 6
+        assert len(quantizations) == 9
         check(load(dense, format="fp4"), "fp4")  # an entry of its own
         check(load(dense))
-    assert len(quantizations) == 12
+    assert len(quantizations) == 18
     assert len(list((dense.parent / "cache").iterdir())) == 2
 
 

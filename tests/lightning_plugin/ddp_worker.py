@@ -9,6 +9,7 @@ import zlib
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning_models import LR, RESUME_AT, STEPS, Module, Net, batch, trainer
 from torch import nn
@@ -96,3 +97,4 @@ if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
     result = {**trainer_scenario(folder, rank), "fabric": fabric_scenario(folder, rank)}
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()

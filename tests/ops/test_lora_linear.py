@@ -109,6 +109,7 @@ def test_results_do_not_depend_on_threads() -> None:
 
 def test_three_linears_with_one_input_are_one_call() -> None:
     K, rank, sizes = 96, 4, (48, 16, 16)
+    torch.manual_seed(0)
     x = torch.randn(7, K, requires_grad=True)
     packs = [random_packed(Format.parse("nf4"), n, K, seed=n + i) for i, n in enumerate(sizes)]
     down = [torch.randn(rank, K) for _ in sizes]
@@ -118,7 +119,7 @@ def test_three_linears_with_one_input_are_one_call() -> None:
     torch.testing.assert_close(stacked, torch.cat(apart, 1), rtol=1e-5, atol=1e-5)
     (one,) = torch.autograd.grad(stacked.square().sum(), x)
     (sum_of_three,) = torch.autograd.grad(sum(y.square().sum() for y in apart), x)
-    torch.testing.assert_close(one, sum_of_three, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(one, sum_of_three, rtol=1e-4, atol=1e-5 * float(sum_of_three.abs().max()))
 
 
 def test_saves_the_input_its_projection_and_packed_rows_only() -> None:
@@ -182,7 +183,7 @@ def test_compiles_without_a_graph_break() -> None:
     x, _, a, b = leaves(5, 32, 64, 3, torch.float32, torch.float32)
 
     def f(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return layer.forward_with_lora(x, a, b, 2.0)
+        return layer(x, lora=(a, b, 2.0))
 
     compiled, eager = torch.compile(f, fullgraph=True, backend="aot_eager")(x, a, b), f(x, a, b)
     assert torch.equal(compiled, eager)
@@ -196,10 +197,17 @@ def test_an_explicit_compute_dtype_wins_over_autocast() -> None:
     layer = QuantLinear(64, 8, compute_dtype="float32")
     x, _, a, b = leaves(3, 8, 64, 2, torch.float32, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = layer.forward_with_lora(x, a, b, 1.0)
-    alone = layer.forward_with_lora(x, a, b, 1.0)
+        y = layer(x, lora=(a, b, 1.0))
+    alone = layer(x, lora=(a, b, 1.0))
     assert alone.dtype == torch.float32
     assert torch.equal(y, alone.bfloat16())  # multiplied in float32, returned as a dense layer returns it
+
+
+def test_a_layer_that_quantizes_its_activations_takes_no_branch() -> None:
+    layer = QuantLinear(64, 8, format="int8", activations="int8")
+    x, _, a, b = leaves(3, 8, 64, 2, torch.float32, torch.float32)
+    with pytest.raises(NotImplementedError, match="lora works on a layer with activations=None.*got activations='int8'"):
+        layer(x, lora=(a, b, 1.0))
 
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2"])

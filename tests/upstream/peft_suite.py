@@ -12,6 +12,8 @@ OPT of 12 layers made here: no hub is asked. PEFT's tests on GPUs are not run.
 from __future__ import annotations
 
 import argparse
+import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -142,14 +144,29 @@ def main() -> None:
             "HALFBYTE_PEFT_MODEL": str(where / "model"),
         }
         results = {name: run(part, where, environment) for name, part in PARTS.items()}
-    for name, cases in results.items():
-        counts = Counter(case["outcome"] for case in cases)
-        print(f"{name}: {', '.join(f'{count} {outcome}' for outcome, count in sorted(counts.items()))}")
-        for case in cases:
-            if case["outcome"] != "passed":
-                print(f"    {case['outcome']}: {case['test']}: {case['reason']}")
+    counts = {name: Counter(case["outcome"] for case in cases) for name, cases in results.items()}
+    rest = [[case["test"], case["outcome"], case["reason"]] for cases in results.values() for case in cases]
+    rest = [row for row in rest if row[1] != "passed"]
+    for name, found in counts.items():
+        print(f"{name}: {', '.join(f'{count} {outcome}' for outcome, count in sorted(found.items()))}")
+    for test, outcome, reason in rest:
+        print(f"    {outcome}: {test}: {reason}")
     if args.json:
-        args.json.write_text(json.dumps({"sdist": args.sdist.name, "results": results}, indent=1) + "\n")
+        sys.path.insert(0, str(ROOT / "benchmarks"))
+        harness = importlib.import_module("harness")
+        where = harness.environment()
+        where["versions"].update({name: importlib.metadata.version(name) for name in ("peft", "transformers")})
+        columns, kinds = ["tests", "passed", "failed", "skipped"], ("passed", "failed", "skipped")
+        tables = [
+            {
+                "title": f"Tests of {args.sdist.name} with the loaders of its quantization backends swapped for halfbyte's.",
+                "columns": columns,
+                "rows": [[name, *(found[kind] for kind in kinds)] for name, found in counts.items()],
+            },
+            {"title": "What did not pass, and why.", "columns": ["test", "outcome", "reason"], "rows": rest},
+        ]
+        content = {"benchmark": "peft-suite", "environment": where, "tables": [t for t in tables if t["rows"]]}
+        args.json.write_text(json.dumps(content, indent=1) + "\n")
 
 
 if __name__ == "__main__":
