@@ -23,6 +23,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/distributed"), str(ROOT / "tests/ch
 
 import faults  # noqa: E402
 import harness  # noqa: E402
+import torch  # noqa: E402
 
 
 def short(message: str, folder: str) -> str:
@@ -38,6 +39,7 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(faults.FAULTS), help="cases, separated by commas")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/faults.json")
     args = parser.parse_args()
+    torch.set_num_threads(1)  # as the ranks have
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         outcomes = faults.run(args.only.split(","), Path(folder), args.repeats)

@@ -117,7 +117,10 @@ def work(args: argparse.Namespace) -> int:
     state = json.loads(args.json.read_text())
     device = torch.device("cpu" if args.dry_run else "cuda:0")
     b = Bench(device, 3 if args.dry_run else args.rounds, args.dry_run)
+    parent = os.getppid()
     for name, task in tasks(b.cuda, args.only).items():
+        if os.getppid() != parent:
+            return 1  # interrupted: nobody waits for the rest
         known = name in state["seconds"] or name in state["failed"]
         if known and not (task.floors and "floors" in state["results"]):
             continue

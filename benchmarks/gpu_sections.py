@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import time
 from collections.abc import Callable
 from typing import Any
@@ -15,41 +15,64 @@ from torch import Tensor
 
 import halfbyte
 
-bnb: Any = None
-if torch.cuda.is_available() and importlib.util.find_spec("bitsandbytes"):
-    import bitsandbytes.functional as bnb
+
+def borrowed(b: Bench, who: str, build: Callable[[], Any]) -> Any:
+    """What another library gives, on a GPU; None, and named among those left out, where it is missing or has changed."""
+    if not b.cuda:
+        return None
+    try:
+        return build()
+    except Exception as error:  # whatever it is, it is theirs: our rows go on without them
+        b.left_out.append(f"{who}: {type(error).__name__}: {error}".splitlines()[0])
+        return None
 
 
-def bnb_rows(b: Bench, weight: Tensor) -> Any:
-    return bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4") if bnb else None
+def bitsandbytes(b: Bench) -> Any:
+    """bitsandbytes.functional or None."""
+    return borrowed(b, "bitsandbytes", lambda: importlib.import_module("bitsandbytes.functional"))
+
+
+def bnb_rows(bnb: Any, weight: Tensor) -> Any:
+    return bnb.quantize_4bit(weight, blocksize=64, quant_type="nf4")
+
+
+def rotated_bnb(b: Bench, bnb: Any, n: int, k: int) -> Any:
+    """bitsandbytes' packed weights by round, or None."""
+    return bnb and borrowed(b, "bitsandbytes", lambda: b.rotate(lambda: bnb_rows(bnb, b.randn(n, k)), n * k // 2))
+
+
+def rotated_torchao(b: Bench, n: int, k: int) -> Any:
+    """torchao's NF4 weights by round."""
+    to_nf4 = importlib.import_module("torchao.dtypes.nf4tensor").to_nf4
+    return b.rotate(lambda: to_nf4(b.randn(n, k), 64, 256), n * k // 2)
 
 
 def codec(b: Bench) -> None:
     """dequantize and quantize."""
+    bnb = bitsandbytes(b)
     for name in ("nf4", "nf4-dq", "int8", "fp8"):
         n, k = b.size(14336), b.size(4096)
         fmt = halfbyte.Format.parse(name)
         weights = b.rotate(lambda: halfbyte.quantize(b.randn(n, k), name), n * fmt.row_bytes(k))  # noqa: B023
         peers: dict[str, Callable[[int], object]] = {"halfbyte": lambda i: halfbyte.dequantize(weights(i), name, k)}  # noqa: B023
-        if name == "nf4" and bnb:
-            theirs = b.rotate(lambda: bnb_rows(b, b.randn(n, k)), n * k // 2)  # noqa: B023
+        theirs = name == "nf4" and rotated_bnb(b, bnb, n, k)
+        if theirs:
             peers["bitsandbytes"] = lambda i: bnb.dequantize_4bit(*theirs(i))  # noqa: B023
-        if name == "nf4" and b.cuda and importlib.util.find_spec("torchao"):
-            from torchao.dtypes.nf4tensor import to_nf4
-
-            ao = b.rotate(lambda: to_nf4(b.randn(n, k), 64, 256), n * k // 2)  # noqa: B023
+        ao = name == "nf4" and borrowed(b, "torchao", lambda: rotated_torchao(b, n, k))  # noqa: B023
+        if ao:
             peers["torchao"] = lambda i: ao(i).get_original_weight()  # noqa: B023
         b.compare(f"dequantize {name} {n}x{k}", peers, n * (fmt.row_bytes(k) + 2 * k))
     n, k = b.size(1 << 16), b.size(1 << 14)
     dense = b.randn(n, k)
     peers = {"halfbyte": lambda _: halfbyte.quantize(dense, "nf4")}
     if bnb:
-        peers["bitsandbytes"] = lambda _: bnb_rows(b, dense)
+        peers["bitsandbytes"] = lambda _: bnb_rows(bnb, dense)
     b.compare(f"quantize bf16 -> nf4 {n * k / 1e9:.2f}e9", peers, n * k * 2.5625, graphs=False)
 
 
 def linears(b: Bench) -> None:
     """linear, from one token to a batch that cuBLAS fills."""
+    bnb = bitsandbytes(b)
     problems = [
         (1, 8192, 8192),
         (16, 8192, 8192),
@@ -71,8 +94,8 @@ def linears(b: Bench) -> None:
             "dequant + cuBLAS": lambda i: F.linear(x, halfbyte.dequantize(packed(i), "nf4", k)),  # noqa: B023
             "bf16 cuBLAS": lambda i: F.linear(x, dense(i)),  # noqa: B023
         }
-        if bnb:
-            theirs = b.rotate(lambda: bnb_rows(b, b.randn(n, k)), n * k // 2)  # noqa: B023
+        theirs = rotated_bnb(b, bnb, n, k)
+        if theirs:
             if m == 1:
                 peers["bitsandbytes"] = lambda i: bnb.gemv_4bit(x.view(1, 1, -1), theirs(i)[0].t(), state=theirs(i)[1])  # noqa: B023
             else:
@@ -179,16 +202,10 @@ def optimizers(b: Bench) -> None:
             p.grad = g
         fused = torch.optim.AdamW(dense, fused=True, capturable=b.cuda)
         peers["torch fused"] = lambda _: fused.step()
-        if bnb:
-            import bitsandbytes.optim
-
-            other = bitsandbytes.optim.AdamW8bit(dense)
-            peers["bitsandbytes"] = lambda _: other.step()
-        if b.cuda and importlib.util.find_spec("torchao"):
-            from torchao.optim import AdamW8bit as TorchaoAdamW
-
-            ao = TorchaoAdamW(dense)
-            peers["torchao"] = lambda _: ao.step()
+        for who, module in (("bitsandbytes", "bitsandbytes.optim"), ("torchao", "torchao.optim")):
+            other = borrowed(b, who, lambda: importlib.import_module(module).AdamW8bit(dense))  # noqa: B023
+            if other:
+                peers[who] = lambda _, other=other: other.step()  # type: ignore[misc]
         return peers
 
     n = b.size(1 << 15)

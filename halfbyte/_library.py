@@ -103,7 +103,7 @@ def eager(name: str) -> Callable[..., Any]:
     return call
 
 
-def differentiable(name: str, formula: type) -> Callable[..., Any]:
+def differentiable(name: str, formula: Any) -> Callable[..., Any]:
     """Makes `formula` the derivative of `halfbyte::<name>`; returns the op as one node of the autograd graph.
 
     Compiled graphs and direct calls of the op take the formula that is registered with the dispatcher. The returned function
@@ -115,15 +115,16 @@ def differentiable(name: str, formula: type) -> Callable[..., Any]:
         formula: a class with the static methods `setup_context(ctx, inputs, output)` and `backward(ctx, *grads)`.
     """
     call = eager(name)
-    setup_context, backward = staticmethod(formula.setup_context), staticmethod(formula.backward)  # type: ignore[attr-defined]
+    setup_context, backward = staticmethod(formula.setup_context), staticmethod(formula.backward)
 
     def forward(ctx: Any, *args: Any) -> Any:
         output = call(*args)
-        formula.setup_context(ctx, args, output)  # type: ignore[attr-defined]
+        formula.setup_context(ctx, args, output)
         return output
 
     bases, common = (torch.autograd.Function,), {"backward": backward}
-    transformable: Any = type(formula.__name__, bases, {**common, "forward": staticmethod(call), "setup_context": setup_context})
+    methods = {**common, "forward": staticmethod(call), "setup_context": setup_context}
+    transformable: Any = type(formula.__name__, bases, methods)
     plain: Any = type(formula.__name__, bases, {**common, "forward": staticmethod(forward)})
     # What `Function.apply` ends in. It only unwraps tensors that escaped from a functorch transform before, in Python.
     record: Callable[..., Any] = super(torch.autograd.Function, plain).apply
@@ -135,7 +136,7 @@ def differentiable(name: str, formula: type) -> Callable[..., Any]:
         return record(unwrap(input), *args)
 
     if load_error is None:
-        torch.library.register_autograd(f"halfbyte::{name}", formula.backward, setup_context=formula.setup_context)  # type: ignore[attr-defined]
+        torch.library.register_autograd(f"halfbyte::{name}", formula.backward, setup_context=formula.setup_context)
     return apply
 
 

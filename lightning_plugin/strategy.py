@@ -94,7 +94,7 @@ class HalfbyteFSDPStrategy(FSDP1, FSDPStrategy):
         activation_checkpointing_policy: as for `FSDPStrategy`, but it must match something.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout,
             cpu_offload, mixed_precision, activation_checkpointing, sharding_strategy, state_dict_type, device_mesh, kwargs:
-            as for `FSDPStrategy`.
+            as for `FSDPStrategy`. On the CPU `cpu_offload` has no effect, which is said.
 
     Raises:
         ValueError: a policy or checkpointing policy matches no module, or no block could be inferred; the text lists the

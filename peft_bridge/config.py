@@ -83,7 +83,7 @@ class HalfbyteConfig(QuantizationConfigMixin):
 
     def __eq__(self, other: object) -> bool:
         # The dataclass above compares its own fields only, and it has one.
-        return isinstance(other, HalfbyteConfig) and self.__dict__ == other.__dict__
+        return isinstance(other, HalfbyteConfig) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
 

@@ -16,7 +16,7 @@ from peft_bridge.config import HalfbyteConfig, own_quantization
 
 T = TypeVar("T")
 
-ARRIVAL_S = 120.0
+ARRIVAL_S = 300.0
 """How long a rank waits for the others to ask for the same model."""
 
 _RUNS = {"MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_MLU", "MULTI_MUSA", "MULTI_HPU", "FSDP"}

@@ -1,6 +1,5 @@
 // Front of embedding on the CPU: gather packed rows and decode them straight into the output.
-#include "../bridge.h"
-#include "../checks.h"
+#include "../operands.h"
 #include "isa.h"
 #include "output_memory.h"
 
@@ -11,12 +10,7 @@ Tensor embedding(const Tensor& indices, const Tensor& packed, int64_t format, in
                  ScalarType dtype) {
   constexpr const char* op = "embedding";
   const RowLayout layout = checked_layout(op, format, block_size, embedding_dim);
-  check_same_device(op, "indices", indices, "packed", packed);
-  check_packed(op, packed, layout);
-  HALFBYTE_CHECK(packed.dim() == 2, op, "packed must have 2 dimensions (num_embeddings, row_bytes), got shape ", shape_text(packed));
-  const bool wide = indices.scalar_type() == ScalarType::Long;
-  HALFBYTE_CHECK(wide || indices.scalar_type() == ScalarType::Int, op, "indices must be int64 or int32, got ",
-                 dtype_name(indices.scalar_type()));
+  const bool wide = checked_embedding(op, indices, packed, layout);
   const DType out_dtype = checked_dtype(op, "dtype", dtype);
   const Tensor ids = as_contiguous(indices);
   const Tensor rows = as_contiguous(packed);

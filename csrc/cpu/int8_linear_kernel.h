@@ -126,6 +126,9 @@ void int8_prepare_tiled(const uint8_t* rows, int64_t tokens, const RowLayout& l,
 void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units,
                 const float* factors, int64_t tokens, const LinearOutput& output, void* scratch) {
   constexpr int kElements = Int8Units::kUnitElements;
+#if defined(HALFBYTE_TILES)
+  const TileScope scope;
+#endif
   float* panel = static_cast<float*>(scratch);
   float* sums = panel + kPanelRows * kPanelStride;
   const int64_t all = (l.in_features + kElements - 1) / kElements;

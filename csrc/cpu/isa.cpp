@@ -9,6 +9,10 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
+#if defined(__linux__) && defined(HALFBYTE_HAVE_ISA_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 // One exported function per isa_<name>.cpp; HALFBYTE_HAVE_ISA_* is set by the build for each file it compiled.
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_scalar();
@@ -17,6 +21,9 @@ extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2();
 #endif
 #if defined(HALFBYTE_HAVE_ISA_AVX512)
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512();
+#endif
+#if defined(HALFBYTE_HAVE_ISA_AMX)
+extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_amx();
 #endif
 
 namespace halfbyte::cpu {
@@ -43,8 +50,28 @@ bool has_avx512() {
 }
 #endif
 
+#if defined(HALFBYTE_HAVE_ISA_AMX)
+// Tiles with bf16 and int8, enabled by the system, and permitted: a process must ask Linux once for the 8 KiB of state.
+bool has_amx() {
+#if defined(__linux__)
+  constexpr unsigned kTile = 1u << 24, kBFloat16 = 1u << 22, kInt8 = 1u << 25, kXSave = 1u << 27, kTileState = 3u << 17;
+  unsigned a, b, c, d;
+  if (!has_avx512() || !__get_cpuid_count(7, 0, &a, &b, &c, &d) || (~d & (kTile | kBFloat16 | kInt8))) return false;
+  if (!__get_cpuid(1, &a, &b, &c, &d) || !(c & kXSave)) return false;
+  asm("xgetbv" : "=a"(a), "=d"(d) : "c"(0));
+  constexpr long kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return (~a & kTileState) == 0 && syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
+#endif
+
 // Best first.
 const Candidate kCandidates[] = {
+#if defined(HALFBYTE_HAVE_ISA_AMX)
+    {"amx", has_amx, halfbyte_kernels_amx},
+#endif
 #if defined(HALFBYTE_HAVE_ISA_AVX512)
     {"avx512", has_avx512, halfbyte_kernels_avx512},
 #endif

@@ -42,11 +42,11 @@ struct LowRankOperands {
   float factor;
 };
 
-// `low`'s weight in units, block by block: (N rounded up to kRowUnit, units of all groups), zeros outside the blocks.
+// `low`'s weight in units, block by block: (N + kMostTileRows, units of all groups), zeros outside the blocks.
 inline Tensor low_rank_weight(const LowRankOperands& low, Compute compute, int64_t stride) {
   const LinearKernels& table = kernels().linear;
   const int64_t N = low.weight.size(0), rank = low.weight.size(1);
-  Tensor units = unit_buffer(low.weight, round_up(N, kRowUnit) * stride * elements_per_unit(compute), compute);
+  Tensor units = unit_buffer(low.weight, (N + kMostTileRows) * stride * elements_per_unit(compute), compute);
   torch::stable::zero_(units);
   char* out = static_cast<char*>(units.mutable_data_ptr());
   int64_t first = 0;

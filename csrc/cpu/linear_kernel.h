@@ -201,19 +201,36 @@ constexpr int64_t kFewTokens = 64;    // up to here the activations of a panel f
 constexpr int64_t kPanelUnits = 256;
 constexpr int64_t kPanelStride = kPanelUnits + 16;  // rows 1 KiB apart would share L1 sets
 constexpr int64_t kSumsStride = kLinearTokens + 16;
+#if defined(HALFBYTE_TILES)
+constexpr int kTileRows = 48;
+#else
 constexpr int kTileRows = 12;         // by 1 or 2 vectors; 6 by 4
+#endif
+static_assert(kTileRows <= kMostTileRows && kPanelRows % kTileRows == 0);
 
 template <class Product>
 inline void tile_rows(int vectors, const float* a, int64_t a_stride, const float* b, float* sums, int64_t units, bool first) {
+#if defined(HALFBYTE_TILES)
+  if constexpr (kOnTiles<Product>) {
+    const int64_t whole = units / kTileSide * kTileSide;  // where the units end is the same for every row: so is the order
+    if (whole != 0) {
+      tile_product<Product>(kTileRows, vectors, a, a_stride, b, sums, kSumsStride, whole, first);
+      if (whole == units) return;
+      a += whole, b += whole * vectors * kLanes, units -= whole, first = false;
+    }
+  }
+#endif
   constexpr bool kWide = kLanes == 16;  // 32 registers
-  if (vectors == 1) {
-    tile<Product, 12, 1>(a, a_stride, b, sums, kSumsStride, units, first);
-  } else if (vectors == 2 && kWide) {
-    tile<Product, kWide ? 12 : 1, 2>(a, a_stride, b, sums, kSumsStride, units, first);
-  } else {
-    constexpr int G = kWide ? 4 : 2;
-    for (int r = 0; r < 12; r += 6)
-      tile<Product, 6, G>(a + r * a_stride, a_stride, b, sums + r * kSumsStride, kSumsStride, units, first);
+  for (int64_t r0 = 0; r0 < kTileRows; r0 += 12, a += 12 * a_stride, sums += 12 * kSumsStride) {
+    if (vectors == 1) {
+      tile<Product, 12, 1>(a, a_stride, b, sums, kSumsStride, units, first);
+    } else if (vectors == 2 && kWide) {
+      tile<Product, kWide ? 12 : 1, 2>(a, a_stride, b, sums, kSumsStride, units, first);
+    } else {
+      constexpr int G = kWide ? 4 : 2;
+      for (int r = 0; r < 12; r += 6)
+        tile<Product, 6, G>(a + r * a_stride, a_stride, b, sums + r * kSumsStride, kSumsStride, units, first);
+    }
   }
 }
 
@@ -223,6 +240,9 @@ void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowL
   constexpr int64_t kGroupUnits = kGroup / Product::kUnitElements;
   constexpr int64_t kPanelGroups = kPanelUnits / kGroupUnits;
   const Decoder<Product, codes> decoder(l);
+#if defined(HALFBYTE_TILES)
+  const TileScope scope;
+#endif
   float* panel = static_cast<float*>(scratch);
   float* sums = panel + kPanelRows * kPanelStride;
   const int64_t groups = padded_features(l) / kGroup;
@@ -280,8 +300,8 @@ constexpr BackwardShape kBackwardMany{256, 128};
 constexpr BackwardShape kBackwardFew{1024, 32};
 
 template <class Product>
-inline void backward_tile(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums,
-                          int64_t sums_stride, int64_t units, bool first) {
+inline void backward_vectors(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums,
+                             int64_t sums_stride, int64_t units, bool first) {
   constexpr int G = kTileVectors;
   for (; tokens >= 6; tokens -= 6, a += 6 * a_stride, sums += 6 * sums_stride)
     tile<Product, 6, G>(a, a_stride, b, sums, sums_stride, units, first);
@@ -293,6 +313,23 @@ inline void backward_tile(int64_t tokens, const float* a, int64_t a_stride, cons
     case 1: tile<Product, 1, G>(a, a_stride, b, sums, sums_stride, units, first); break;
     default: break;
   }
+}
+
+template <class Product>
+inline void backward_tile(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums,
+                          int64_t sums_stride, int64_t units, bool first) {
+#if defined(HALFBYTE_TILES)
+  const int64_t rows = tokens / kTileSide * kTileSide, whole = units / kTileSide * kTileSide;
+  if constexpr (kOnTiles<Product>) {
+    if (rows != 0 && whole != 0) {
+      tile_product<Product>(rows, kTileVectors, a, a_stride, b, sums, sums_stride, whole, first);
+      if (whole != units)
+        backward_vectors<Product>(rows, a + whole, a_stride, b + whole * kSubtile, sums, sums_stride, units - whole, false);
+      a += rows * a_stride, sums += rows * sums_stride, tokens -= rows;
+    }
+  }
+#endif
+  backward_vectors<Product>(tokens, a, a_stride, b, sums, sums_stride, units, first);
 }
 
 // Panel unit u and column c lie at subtile c / kSubtile, then u, then c % kSubtile. row(n, out) writes `columns` elements of
@@ -337,6 +374,9 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
   const Decoder<Product, codes> decoder(l);
   const BackwardShape shape = tokens <= kFewTokens ? kBackwardFew : kBackwardMany;
   const int64_t column_groups = shape.columns / kGroup;
+#if defined(HALFBYTE_TILES)
+  const TileScope scope;
+#endif
   float* panel = static_cast<float*>(scratch);
   float* sums = panel + shape.panel_floats();
   for (int64_t g0 = group_begin; g0 < group_end; g0 += column_groups) {

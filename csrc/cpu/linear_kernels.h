@@ -27,7 +27,7 @@ struct LinearOutput {
 // A low-rank addend in the arithmetic and the sums of the product itself, R more terms of each sum. Units as the product's.
 //   forward:  + input (M, R) @ weight (N, R)^T      backward:  + input (M, R) @ weight (R, K)
 struct LowRank {
-  const void* weight;  // forward: prepare_low_rank's (N rounded up to 12, stride); backward: prepare_direct's (groups, R, group)
+  const void* weight;  // forward: prepare_low_rank's (N + kMostTileRows, stride); backward: prepare_direct's (groups, R, group)
   const void* input;   // direct and backward: prepare_low_rank's (M, stride); tiled: prepare_low_rank_tiled's
   int64_t rank;        // R
   int64_t stride;      // units of a row, zeros past R: whole vectors forward
@@ -73,6 +73,9 @@ struct LinearKernels {
   void (*prepare_low_rank_tiled)(const void* matrix, DType dtype, int64_t tokens, int64_t rank, float factor, Compute compute,
                                  void* units);
 };
+
+// Rows of the largest micro-kernel: up to so many less one past the last are multiplied, and not stored.
+inline constexpr int64_t kMostTileRows = 48;
 
 // Tokens handled at once: 512 x 96 partial sums fit L2, and decoding a weight costs under 1 % of 512 multiplications.
 inline constexpr int64_t kLinearTokens = 512;

@@ -143,10 +143,9 @@ __device__ inline uint32_t group_max(uint32_t value, uint32_t lanes) {
 }
 
 template <bool SIGNED>
-__device__ inline Codes encode_unit(const MapTables& map, const float (&values)[kUnit], const BlockEncoder& block) {
-  const DynamicMap& full = kMaps[SIGNED ? 0 : 1];
+__device__ inline Codes encode_unit(const ClassTables& tables, const float (&values)[kUnit], const BlockEncoder& block) {
   uint32_t code[kUnit];
-  encode_moments<SIGNED>(map, full.guess_offset, full.midpoint, block, values, code);
+  encode_moments<SIGNED>(tables, kMaps[SIGNED ? 0 : 1].midpoint, block, values, code);
   Codes codes{{0, 0}};
 #pragma unroll
   for (int i = 0; i < int(kUnit); ++i) codes.word[i / 4] |= code[i] << (8 * (i % 4));
@@ -154,7 +153,7 @@ __device__ inline Codes encode_unit(const MapTables& map, const float (&values)[
 }
 
 template <OptimizerRule RULE>
-__device__ inline void update_task(const TableEntry& t, uint32_t task, const MapTables* maps, const ByteTable (&values)[2],
+__device__ inline void update_task(const TableEntry& t, uint32_t task, const ClassTables* classes, const ByteTable (&values)[2],
                                    const OptimizerScalars& s) {
   constexpr bool kTwo = RULE == OptimizerRule::kAdamW || RULE == OptimizerRule::kAdam;
   const uint32_t lane = threadIdx.x % 32, lanes = t.lanes;
@@ -200,11 +199,11 @@ __device__ inline void update_task(const TableEntry& t, uint32_t task, const Map
 
   store_params(t, start, count, s, param);
   const BlockEncoder first_block = block_encoder(first_max);
-  store_codes(t.codes[0] + start, encode_unit<true>(maps[0], first, first_block), count, t.vector);
+  store_codes(t.codes[0] + start, encode_unit<true>(classes[0], first, first_block), count, t.vector);
   if (lane % lanes == 0) t.scales[0][block] = first_block.scale;
   if constexpr (kTwo) {
     const BlockEncoder second_block = block_encoder(second_max);
-    store_codes(t.codes[1] + start, encode_unit<false>(maps[1], second, second_block), count, t.vector);
+    store_codes(t.codes[1] + start, encode_unit<false>(classes[1], second, second_block), count, t.vector);
     if (lane % lanes == 0) t.scales[1][block] = second_block.scale;
   }
 }
@@ -226,20 +225,13 @@ __device__ inline int find_entry(const OptimizerTable& table, uint32_t task) {
 template <OptimizerRule RULE>
 __global__ void __launch_bounds__(kThreads, kResident)
     optimizer_kernel(const __grid_constant__ OptimizerTable table, const OptimizerHyper hyper, const OptimizerInputs inputs) {
-  __shared__ MapTables maps[2];
-  __shared__ OptimizerScalars scalars[kWarps];  // of the step count that each warp works with
-  if (threadIdx.x < 64) {
-    const DynamicMap& map = kMaps[threadIdx.x / 32];
-    const uint32_t i = threadIdx.x % 8, which = threadIdx.x % 32 / 8;
-    MapTables& to = maps[threadIdx.x / 32];
-    (which == 0 ? to.A : which == 1 ? to.B : which == 2 ? to.J : to.above)[i] =
-        which == 0 ? map.A[i] : which == 1 ? map.B[i] : which == 2 ? map.J[i] : map.above[i];
-  }
-  __syncthreads();
+  __shared__ ClassTables classes[2];
   __shared__ float decoded[2][256];
-  for (uint32_t code = threadIdx.x; code < 256; code += kThreads) {
-    decoded[0][code] = decode_signed(maps[0], code);
-    decoded[1][code] = decode_unsigned(maps[1], code);
+  __shared__ OptimizerScalars scalars[kWarps];  // of the step count that each warp works with
+  for (uint32_t i = threadIdx.x; i < 256; i += kThreads) {
+    decoded[0][i] = decode_signed(kMaps[0], i);
+    decoded[1][i] = decode_unsigned(kMaps[1], i);
+    fill_classes(classes[i / kExponents], kMaps[i / kExponents], i % kExponents);
   }
   __syncthreads();
   const ByteTable values[2] = {ByteTable(decoded[0]), ByteTable(decoded[1])};
@@ -258,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       __syncwarp();
       known_step = step;
     }
-    update_task<RULE>(t, task - t.first_task, maps, values, scalars[warp]);
+    update_task<RULE>(t, task - t.first_task, classes, values, scalars[warp]);
   }
 }
 

@@ -179,16 +179,31 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_segments_kernel(const Qu
 #pragma unroll
       for (int u = 0; u < kSegmentUnits; ++u) largest[u] = max(largest[u], __shfl_xor_sync(0xFFFFFFFFu, largest[u], offset));
     }
+    float scale[kSegmentUnits];
+    bool plain = true;  // all of the lane's scales have a reciprocal: hardly ever false
 #pragma unroll
     for (int u = 0; u < kSegmentUnits; ++u) {
-      const uint32_t block = (column + u * kStride) >> a.block_shift;
-      const bool present = column + u * kStride < columns;
-      const float scale = block_scale(largest[u], Given && present ? a.scales + r * l.num_blocks + block : nullptr);
-      normalize_unit(Normalizer(scale), v[u]);
-      __syncwarp();
+      const int64_t block = (column + u * kStride) >> a.block_shift;
+      const bool given = Given && column + u * kStride < columns;
+      scale[u] = block_scale(largest[u], given ? a.scales + r * l.num_blocks + block : nullptr);
+      plain = plain && scale[u] > 0.0f && !Normalizer(scale[u]).divide;
+    }
+#pragma unroll
+    for (int u = 0; u < kSegmentUnits; ++u) {
+      if (plain) {
+#pragma unroll
+        for (int i = 0; i < int(kUnit); ++i) v[u][i] = Normalizer(scale[u]).product(v[u][i]);
+      } else {
+        normalize_unit(Normalizer(scale[u]), v[u]);
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int u = 0; u < kSegmentUnits; ++u) {
       const uint32_t word = encode_unit<FP4, Given>(lane_threshold, lane_rank, v[u]);
-      if (present) *reinterpret_cast<uint32_t*>(codes + u * kStride / 2) = word;
-      if (present && first) scales[block] = scale;
+      if (column + u * kStride >= columns) continue;
+      *reinterpret_cast<uint32_t*>(codes + u * kStride / 2) = word;
+      if (first) scales[(column + u * kStride) >> a.block_shift] = scale[u];
     }
     if (column == 0) store_padding(row, l, l.code_bytes, l.scales_offset + 4 * l.num_blocks);
   }

@@ -196,6 +196,10 @@ class LoaderGroup:
         return f"rank {rank} (the source)" if rank == self.source else f"rank {rank}"
 
     def __enter__(self) -> LoaderGroup:
+        self._run(lambda _: self._connect())
+        return self
+
+    def _connect(self) -> None:
         tags: list[Any] = [None] * self.world
         dist.all_gather_object(tags, uuid.uuid4().hex, group=self.training)
         # Not `new_group`: every rank of the job would have to call it, and it reuses the names of groups that are gone.
@@ -203,7 +207,6 @@ class LoaderGroup:
         store = torch_dist.distributed_c10d._get_default_store()
         self._store = torch_dist.PrefixStore(f"halfbyte/loading/{tags[self.source]}", store)
         self._group = dist.ProcessGroupGloo(self._store, self.rank, self.world, timedelta(seconds=TIMEOUT_S))
-        return self
 
     def broadcast(self, tensor: Tensor) -> None:
         """Moves the source's bytes to every rank."""
@@ -223,7 +226,9 @@ class LoaderGroup:
 
     def _run(self, collective: Callable[[Any], Any]) -> None:
         try:
-            collective(self._group).wait()
+            work = collective(self._group)
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise RuntimeError(f"{self.what}: {self._reason(error)}") from error
 
@@ -233,7 +238,8 @@ class LoaderGroup:
             self._store.wait(["failed"], timedelta(seconds=1))
             return str(self._store.get("failed").decode())
         except Exception:
-            text = str(error).partition("] ")[2] or str(error)
+            text = str(error).partition(" This is typically")[0]  # and gloo's advice
+            text = text.partition("] ")[2] or text
             return f"a rank ended or stopped answering while loading from {self.name(self.source)}: {text}"
 
     def fail(self, error: BaseException) -> None:

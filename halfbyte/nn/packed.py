@@ -82,6 +82,17 @@ class Packed(nn.Module):
     compute_dtype: torch.dtype | None
     dense_dtype: torch.dtype
 
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What `.to(dtype)`, `.half()` and the like do to every module: the rows stay, `dense_dtype` follows.
+
+        So the layer returns what a dense one would after the same call.
+        """
+        super()._apply(fn, recurse)
+        dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
+        if dtype in FLOAT_DTYPES:
+            self.dense_dtype = dtype
+        return self
+
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         """As `nn.Module` does for what can train, which packed rows can't.
 
@@ -107,17 +118,6 @@ class Packed(nn.Module):
                 "layer, lightning_plugin.GradualUnfreezing while it trains), or call bias.requires_grad_(True) for its bias"
             )
         return super().requires_grad_(False)
-
-    def _apply(self, fn: Any, recurse: bool = True) -> Any:
-        """What `.to(dtype)`, `.half()` and the like do to every module: the rows stay, `dense_dtype` follows.
-
-        So the layer returns what a dense one would after the same call.
-        """
-        super()._apply(fn, recurse)
-        dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
-        if dtype in FLOAT_DTYPES:
-            self.dense_dtype = dtype
-        return self
 
 
 class PackedRows(Packed):

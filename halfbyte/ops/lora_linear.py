@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -117,8 +118,7 @@ class _LoraLinear:
         needs_input, _, needs_bias, needs_A, needs_B, *_ = ctx.needs_input_grad
         dtype = _multiplied(projected)
         rank, N = lora_B.shape[1], packed.shape[0]
-        rows = grad.reshape(-1, N).to(dtype)
-        x, t = input.reshape(-1, input.shape[-1]), projected.reshape(-1, projected.shape[-1]).to(dtype)
+        rows, x, t = _as(_matrix(grad), dtype), _matrix(input), _as(_matrix(projected), dtype)
         groups, first = [], 0  # (grad, x A^T, B) of each group of rows
         for i, size in enumerate(ctx.splits):
             of = slice(first, first + size)
@@ -127,19 +127,30 @@ class _LoraLinear:
         groups = groups or [(rows, t, lora_B)]
         grad_B = grad_A = grad_input = grad_bias = None
         if needs_B:
-            grad_B = (_joined([g.t() @ low for g, low, _ in groups], 0) * ctx.scaling).to(lora_B.dtype)
+            grad_B = _as(_joined([g.t().mm(low) for g, low, _ in groups], 0).mul_(ctx.scaling), lora_B.dtype)
         if needs_input or needs_A:
-            low = _joined([g @ b.to(dtype) for g, _, b in groups], 1) * ctx.scaling
+            low = _joined([g.mm(_as(b, dtype)) for g, _, b in groups], 1).mul_(ctx.scaling)
             if grad_projected is not None:
-                low = low + grad_projected.reshape(low.shape).to(dtype)
+                low = low + _as(_matrix(grad_projected), dtype)
             if needs_A:
-                grad_A = (low.t() @ x.to(dtype)).to(lora_A.dtype)
+                grad_A = _as(low.t().mm(_as(x, dtype)), lora_A.dtype)
             if needs_input:
-                low = low.to(projected.dtype).reshape(projected.shape)
+                low = _as(low, projected.dtype)
+                low = low if projected.dim() == 2 else low.reshape(projected.shape)
                 grad_input = _backward_input_by_id(grad, packed, low, lora_A, *ctx.sizes)
         if ctx.has_bias and needs_bias:
-            grad_bias = grad.reshape(-1, N).sum(0)
+            grad_bias = _matrix(grad).sum(0)
         return grad_input, None, grad_bias, grad_A, grad_B, None, None, None, None, None
+
+
+def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """`t.to(dtype)`, which takes 1 us to find that there is nothing to do."""
+    return t if t.dtype == dtype else t.to(dtype)
+
+
+def _matrix(t: Tensor) -> Tensor:
+    """Leading dimensions as one."""
+    return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
 def _multiplied(projected: Tensor) -> torch.dtype:
@@ -178,7 +189,7 @@ class _BackwardInput:
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         packed, grad_projected, lora_A = ctx.saved_tensors
         wide = torch.promote_types(grad.dtype, grad_projected.dtype)
-        rows, low = grad.reshape(-1, grad.shape[-1]).to(wide), grad_projected.reshape(-1, grad_projected.shape[-1])
+        rows, low = _as(_matrix(grad), wide), _matrix(grad_projected)
         grad_low = (rows @ lora_A.to(wide).t()).to(low.dtype).reshape(grad_projected.shape)
         grad_A = (low.to(wide).t() @ rows).to(lora_A.dtype)
         return linear_by_id(grad, packed, None, *ctx.sizes), None, grad_low, grad_A, None, None, None

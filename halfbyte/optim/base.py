@@ -239,23 +239,25 @@ class Optimizer8bit(Optimizer):
         if not all(states):
             self._init_states(group, params, states)
         codes = self.moments[0].codes
-        quantized: defaultdict[torch.device, list[tuple[Tensor, State]]] = defaultdict(list)
-        dense: defaultdict[torch.device, list[tuple[Tensor, State]]] = defaultdict(list)
+        quantized: defaultdict[torch.device, tuple[list[Tensor], list[State]]] = defaultdict(lambda: ([], []))
+        dense: defaultdict[torch.device, tuple[list[Tensor], list[State]]] = defaultdict(lambda: ([], []))
         with_codes = sum(codes in state for state in states)
         if params and with_codes in (0, len(params)) and len(set(map(Tensor.get_device, params))) == 1:
-            (quantized if with_codes else dense)[params[0].device] = list(zip(params, states, strict=True))
+            (quantized if with_codes else dense)[params[0].device] = (params, states)
         else:
             for p, state in zip(params, states, strict=True):
-                (quantized if codes in state else dense)[p.device].append((p, state))
-        for device, members in quantized.items():
-            work = self._gather(group, members, device)
+                members, theirs = (quantized if codes in state else dense)[p.device]
+                members.append(p)
+                theirs.append(state)
+        for device, (members, theirs) in quantized.items():
+            work = self._gather(group, members, theirs, device)
             self._advance(work, idle)
             self._run_quantized(group, work)
             if work.found_inf is not None:  # an overflow is no step; decided on the device
                 for step in {id(step): step for step in work.steps}.values():
                     step.sub_(work.found_inf)
-        for device, members in dense.items():
-            self._run_dense(group, self._gather(group, members, device))
+        for device, (members, theirs) in dense.items():
+            self._run_dense(group, self._gather(group, members, theirs, device))
 
     def _init_states(self, group: Group, params: list[Tensor], states: list[State]) -> None:
         new_steps: dict[torch.device, Tensor] = {}
@@ -304,12 +306,11 @@ class Optimizer8bit(Optimizer):
         state[moment.codes] = like_param(param, codes, tuple(param.shape))
         state[moment.scales] = like_param(param, scales, (rows, scales.shape[1]))
 
-    def _gather(self, group: Group, pairs: list[tuple[Tensor, State]], device: torch.device) -> Work:
+    def _gather(self, group: Group, members: list[Tensor], states: list[State], device: torch.device) -> Work:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        members, states = [p for p, _ in pairs], [state for _, state in pairs]
         sharded = any(type(p) is not Parameter and is_dtensor(p) for p in members)
         return Work(
-            params=[local(p) for p in members] if sharded else members,
+            params=[local(p) for p in members] if sharded else list(members),
             grads=[cast(Tensor, local_grad(p) if sharded else p.grad) for p in members],
             states=states,
             steps=[state["step"] for state in states],

@@ -154,17 +154,14 @@ int64_t optimizer_tables(int64_t count, const int64_t* rows, const int64_t* leng
 // Codes of a * 1 for a block of scale 1, all floats of `x`.
 void encode_moments(const float* x, int64_t count, int is_signed, uint8_t* codes) {
   const DynamicMap map = make_dynamic_map(is_signed != 0);
-  cuda::MapTables tables;
-  memcpy(tables.A, map.A, sizeof map.A);
-  memcpy(tables.B, map.B, sizeof map.B);
-  memcpy(tables.J, map.J, sizeof map.J);
-  memcpy(tables.above, map.above, sizeof map.above);
+  cuda::ClassTables tables;
+  for (uint32_t exponent = 0; exponent < cuda::kExponents; ++exponent) cuda::fill_classes(tables, map, exponent);
   const cuda::BlockEncoder block = cuda::block_encoder(0x3F800000u);
   for (int64_t i = 0; i < count; ++i) {
     const float value[1] = {x[i]};
     uint32_t code[1];
-    if (is_signed) cuda::encode_moments<true>(tables, map.guess_offset, map.midpoint, block, value, code);
-    else cuda::encode_moments<false>(tables, map.guess_offset, map.midpoint, block, value, code);
+    if (is_signed) cuda::encode_moments<true>(tables, map.midpoint, block, value, code);
+    else cuda::encode_moments<false>(tables, map.midpoint, block, value, code);
     codes[i] = uint8_t(code[0]);
   }
 }

@@ -329,7 +329,8 @@ def test_one_config_serves_many_models(checkpoint):
 def test_a_process_without_the_bridge_says_what_the_docs_quote(saved):
     """The two messages of transformers in docs/troubleshooting.md."""
     code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(saved)!r})"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
     assert done.returncode != 0
     assert "Unknown quantization type, got halfbyte" in done.stderr
     assert "You set `ignore_mismatched_sizes` to `False`" in done.stderr

@@ -1,0 +1,98 @@
+"""Sets the CPU kernels' targets beside what was measured, per instruction set, from the committed results.
+
+    python benchmarks/cpu_targets.py     # reads results/{dequantize,...}-{avx512,avx2,scalar}.json, writes cpu-targets.json
+
+A cell says how often our time fits into the peer's, and which share of the floor (a copy or a read of as many bytes, in the
+same rounds) is reached. Goals are those of the design for machines with AVX-512 and with AVX2.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+RESULTS = Path(__file__).parent / "results"
+ISAS = ("avx512", "avx2", "scalar")
+
+
+class Target(NamedTuple):
+    """One row: where it is measured, against whom, and the goals (AVX-512, AVX2) as ratios over the peer."""
+
+    label: str
+    benchmark: str
+    title: str
+    peer: str
+    goals: tuple[str, str]
+    ours: str = "halfbyte"
+
+
+TARGETS = [
+    Target("nf4 dequantize to bf16", "dequantize", "nf4 -> bf16, 4096 x 4096", "bitsandbytes", ("2.5x", "14x")),
+    Target("nf4 quantize bf16", "quantize", "bf16 -> nf4, 4096 x 4096", "bitsandbytes", ("80x", "80x")),
+    *(
+        Target(f"linear nf4 M={m} {dtype}", "linear", f"linear nf4 {dtype} M={m}", peer, goals)
+        for m, dtype, peer, goals in (
+            (1, "bf16", "bitsandbytes", ("1.4x", "28x")),
+            (4, "bf16", "bitsandbytes", ("4x", "17x")),
+            (16, "bf16", "bitsandbytes", ("4x", "9x")),
+            (64, "bf16", "bitsandbytes training", ("8x", "8x")),
+            (512, "bf16", "bitsandbytes training", ("2.4x", "7.5x")),
+            (1, "bf16", "dense", ("1x", "1.9x")),
+            (16, "bf16", "dense", ("1x", "1x")),
+            (64, "bf16", "dense", ("1x", "1x")),
+            (64, "fp32", "dense", ("1x", "1.3x")),
+            (512, "bf16", "dense", ("1x", "1x")),
+            (512, "fp32", "dense", ("1x", "1x")),
+            (2048, "bf16", "dense", ("1x", "1x")),
+        )
+    ),
+    Target("AdamW8bit fp32, 16.8 M", "optimizer", "AdamW8bit, 4096 x 4096 fp32", "bitsandbytes", ("29x", "24x")),
+    Target("AdamW8bit fp32, 16.8 M", "optimizer", "AdamW8bit, 4096 x 4096 fp32", "torch fused", ("1x", "0.8x")),
+    Target("AdamW8bit bf16, 16.8 M", "optimizer", "AdamW8bit, 4096 x 4096 bf16", "torch fused", ("1x", "0.65x")),
+]
+
+
+def rows_of(benchmark: str, isa: str, title: str) -> dict[str, dict[str, Any]]:
+    """The rows of one comparison by name; empty where it was not measured."""
+    path = RESULTS / f"{benchmark}-{isa}.json"
+    for comparison in json.loads(path.read_text())["comparisons"] if path.is_file() else []:
+        if comparison["title"] == title:
+            return {row["name"]: row for row in comparison["rows"]}
+    return {}
+
+
+def cell(target: Target, isa: str) -> str:
+    """What was measured on one instruction set."""
+    rows = rows_of(target.benchmark, isa, target.title)
+    if target.ours not in rows or target.peer not in rows:
+        return "-"
+    ours = rows[target.ours]["median"]
+    text = f"{rows[target.peer]['median'] / ours:.2f}x"
+    for floor in ("copy", "read"):
+        if floor in rows and target.peer.startswith("bitsandbytes"):
+            text += f", {100 * rows[floor]['median'] / ours:.0f} % of {floor}"
+    return text
+
+
+def main() -> None:
+    """Writes results/cpu-targets.json."""
+    columns = ["work", "over", "goal avx512", "goal avx2", *(f"measured {isa}" for isa in ISAS)]
+    rows = [[t.label, t.peer, *t.goals, *(cell(t, isa) for isa in ISAS)] for t in TARGETS]
+    sources = {path.name: json.loads(path.read_text())["environment"] for path in RESULTS.glob("*-*.json")}
+    used = {name: env for name, env in sources.items() if name.removesuffix(".json").split("-")[-1] in ISAS}
+    threads = ", ".join(
+        f"{isa} {'/'.join(sorted({str(env['threads']) for name, env in used.items() if name.endswith(f'-{isa}.json')}))}"
+        for isa in ISAS
+    )
+    title = (
+        "Targets of the CPU kernels beside the measured ratios (peer's time over ours) and shares of the floor; results of "
+        f"the other sections. Threads: {threads}; instruction sets below the machine's own are forced (HALFBYTE_CPU_ISA)."
+    )
+    environment = next(env for name, env in sorted(used.items()) if name.endswith("-avx512.json"))
+    content = {"benchmark": "cpu-targets", "environment": environment, "title": title, "columns": columns, "rows": rows}
+    (RESULTS / "cpu-targets.json").write_text(json.dumps(content, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+// linear and int8_linear of one kernel table on raw buffers, for test_amx_kernels.py: compiled twice, with the tiles emulated
+// (HALFBYTE_EMULATE_AMX) and without any.
+#include "cpu/simd/avx512.h"
+
+#include "cpu/linear_decode_avx512.h"
+
+#include "cpu/int8_linear_avx512.h"
+
+#if defined(HALFBYTE_EMULATE_AMX)
+#include "cpu/linear_amx.h"
+#endif
+
+#include "cpu/int8_linear_kernel.h"
+#include "cpu/linear_table.h"
+
+using namespace halfbyte;
+using namespace halfbyte::cpu;
+
+namespace {
+constexpr LinearKernels table = linear_kernels();
+constexpr Int8LinearKernels int8 = int8_linear_kernels();
+alignas(64) char scratch[4 << 20];
+}  // namespace
+
+extern "C" {
+
+// x (tokens, K) bf16 times packed (rows, row_bytes) plus low_input (tokens, rank) times low_weight (rows, rank) where rank is
+// not 0 -> out (tokens, rows) bf16, computed in two parts [0, split) and [split, rows). low_units: rows + kMostTileRows.
+void forward(const uint8_t* packed, int64_t rows, int64_t split, int32_t format, int64_t block_size, int64_t K, const void* x,
+             int64_t tokens, void* units, const void* low_input, const void* low_weight, int64_t rank, void* low_units,
+             void* low_tiles, void* out) {
+  const RowLayout l = row_layout(format, block_size, K);
+  const int64_t tiles = (tokens + table.tile_tokens - 1) / table.tile_tokens;
+  constexpr Compute kPairs = Compute::kBFloat16;
+  table.prepare_tiled(x, DType::kBFloat16, tokens, l, kPairs, 0, tiles, units);
+  LowRank low{low_units, low_tiles, rank, round_up((rank + 1) / 2, table.lanes)};
+  if (rank != 0) {
+    table.prepare_low_rank(low_weight, DType::kBFloat16, rows, rank, 1.0f, kPairs, 0, low.stride, low_units);
+    table.prepare_low_rank_tiled(low_input, DType::kBFloat16, tokens, rank, 1.0f, kPairs, low_tiles);
+  }
+  const LinearOutput to{out, nullptr, rows, DType::kBFloat16};
+  table.tiled(packed, 0, split, l, kPairs, units, tokens, rank ? &low : nullptr, to, scratch);
+  table.tiled(packed, split, rows, l, kPairs, units, tokens, rank ? &low : nullptr, to, scratch);
+}
+
+// grad (tokens, rows) bf16, rows even, times packed -> out (tokens, K) bf16.
+void backward(const uint8_t* packed, int64_t rows, int32_t format, int64_t block_size, int64_t K, const void* grad, int64_t tokens,
+              void* out) {
+  const RowLayout l = row_layout(format, block_size, K);
+  const int64_t groups = (K + table.group - 1) / table.group;
+  table.backward(packed, rows, 0, groups, l, Compute::kBFloat16, grad, rows / 2, tokens, nullptr,
+                 LinearOutput{out, nullptr, K, DType::kBFloat16}, scratch);
+}
+
+// x (tokens, row_bytes) int8 rows times packed int8 rows -> out (tokens, rows) fp32.
+void integer(const uint8_t* packed, int64_t rows, int64_t K, const uint8_t* x, int64_t tokens, void* units, float* factors, void* out) {
+  const RowLayout l = row_layout(kInt8, 0, K);
+  int8.prepare_tiled(x, tokens, l, 0, (tokens + table.tile_tokens - 1) / table.tile_tokens, units, factors);
+  int8.tiled(packed, 0, rows, l, units, factors, tokens, LinearOutput{out, nullptr, rows, DType::kFloat32}, scratch);
+}
+}
