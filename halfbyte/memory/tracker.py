@@ -237,8 +237,18 @@ def _linear(args: tuple[Any, ...]) -> int:
     tokens = input.numel() // in_features
     if input.device.type == "cpu":
         return min(tokens, _LINEAR_TOKENS) * in_features * input.element_size()
-    small = tokens <= _SMALL_TOKENS and args[3] < 4 and input.dtype != torch.float32
-    return 0 if small else packed.shape[0] * in_features * input.element_size()
+    return 0 if _is_small(tokens, args[3], input) else _decoded(input, packed, in_features)
+
+
+def _backward(args: tuple[Any, ...]) -> int:
+    grad, packed, format, _, in_features = args
+    tokens = grad.numel() // packed.shape[0]
+    return 0 if _is_small(tokens, format, grad) else _decoded(grad, packed, in_features)
+
+
+def _is_small(tokens: int, format: int, input: Tensor) -> bool:
+    """What the CUDA kernels for few tokens take; the conditions on sizes that real layers meet are left out."""
+    return tokens <= _SMALL_TOKENS and format < 4 and input.dtype != torch.float32
 
 
 def _decoded(input: Tensor, packed: Tensor, in_features: int) -> int:
@@ -260,7 +270,7 @@ def _lora_backward(args: tuple[Any, ...]) -> int:
 
 _TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {
     "halfbyte.linear.default": _linear,
-    "halfbyte.linear_backward_input.default": lambda args: _decoded(args[0], args[1], args[4]),
+    "halfbyte.linear_backward_input.default": _backward,
     "halfbyte.lora_linear.default": _lora,
     "halfbyte.lora_linear_backward_input.default": _lora_backward,
 }

@@ -33,9 +33,11 @@ def test_linear_on_cuda(tokens: int, dtype: torch.dtype, format: int, expected: 
 
 def test_backward_and_lora_on_cuda() -> None:
     grad, packed = tensors(4, N, torch.bfloat16)
+    assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == 0
+    grad, packed = tensors(40, N, torch.bfloat16)
     assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == N * K * 2
     lora = (grad, packed, None, None, 0, 64, K)
-    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == N * K * 2 + 4 * K * 2
+    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == N * K * 2 + 40 * K * 2
     input, packed = tensors(32, K, torch.bfloat16)
     lora = (input, packed, None, None, None, 1.0, [], 0, 64, K)
     assert _TEMPORARIES["halfbyte.lora_linear.default"](lora) == N * K * 2 + 32 * N * 2
