@@ -114,10 +114,10 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         Raises:
             TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
         """
-        parameters = self._parameters  # nn.Module finds a name there too, but takes 0.6 us for each
+        parameters: dict[str, Any] = self._parameters  # nn.Module finds a name there too, but takes 0.6 us for each
         # FSDP1 and parametrizations keep them elsewhere, each by itself.
-        weight = parameters["weight"] if "weight" in parameters else self.weight
-        bias = parameters["bias"] if "bias" in parameters else self.bias
+        weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401 - get() would look twice
+        bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
         if is_dtensor(weight):
             return linear_sharded(input, weight, bias, self._compute)
         return self._compute(input, self.packed if self._contained else weight, bias)
