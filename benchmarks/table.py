@@ -1,17 +1,17 @@
-"""Writes benchmarks/README.md from the committed results, the rows we lose included.
+"""Writes benchmarks/README.md and the tables of other pages from the committed results, the rows we lose included.
 
-    python benchmarks/table.py          # rewrites benchmarks/README.md
-    python benchmarks/table.py --check  # fails if it is not what the results give
+    python benchmarks/table.py          # rewrites them
+    python benchmarks/table.py --check  # fails if they are not what the results give
 """
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
+from readme_tables import HERE, filled
+
 HEAD = """# Benchmarks
 
 `make bench` runs `bench_*.py` on this machine: every result is verified first, then the peers run interleaved in one
@@ -19,7 +19,8 @@ process, on buffers rotated past the last-level cache, with the floors (copy, re
 quiet samples, or the lower quintile where fewer than 5 were quiet. "times ours" is that row's time over halfbyte's in the
 same rounds: **below 1 we lose**.
 
-`gpu_check.py` (`make gpu`) does the same on a GPU; nobody has run it yet.
+`gpu_check.py` (`make gpu`) does the same on a GPU; nobody has run it yet. What the compiler made of the CUDA kernels is
+under "sass" (`sass_counts.py`).
 
 This file is made from `results/*.json` by `python benchmarks/table.py`.
 """
@@ -28,8 +29,8 @@ This file is made from `results/*.json` by `python benchmarks/table.py`.
 def heading(result: dict[str, Any]) -> list[str]:
     """Name, hardware and versions."""
     env = result["environment"]
-    versions = ", ".join(f"{name} {version}" for name, version in env["versions"].items())
-    where = f"{env['cpu']}, {env['isa']}, {env['threads']} threads; {versions}; commit {env['commit']}."
+    versions = ", ".join(f"{name} {version}" for name, version in env.get("versions", {}).items())
+    where = env.get("where") or f"{env['cpu']}, {env['isa']}, {env['threads']} threads; {versions}; commit {env['commit']}."
     return [f"## {result['benchmark']}", "", where, ""]
 
 
@@ -41,7 +42,7 @@ def plain(result: dict[str, Any]) -> str:
         rule = "|---|" + "---:|" * (len(rows[0]) - 1)
         head, *body = [f"| {' | '.join(row)} |" for row in rows]
         lines += [table["title"], "", head, rule, *body, ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *result.get("notes", []), *[""] * ("notes" in result)])
 
 
 def comparisons(result: dict[str, Any]) -> str:
@@ -65,15 +66,16 @@ def comparisons(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Rewrites or checks benchmarks/README.md."""
+    """Rewrites or checks the pages."""
     results = [json.loads(path.read_text()) for path in sorted((HERE / "results").glob("*.json"))]
-    text = "\n".join([HEAD, *(comparisons(r) if "comparisons" in r else plain(r) for r in results)])
-    target = HERE / "README.md"
-    if "--check" in sys.argv:
-        if target.read_text() != text:
-            raise SystemExit("benchmarks/README.md is not what the results give: run python benchmarks/table.py")
-    else:
-        target.write_text(text)
+    made = "\n".join([HEAD, *(comparisons(r) if "comparisons" in r else plain(r) for r in results)])
+    pages = [HERE.parent / "README.md", HERE.parent / "docs/callbacks.md"]
+    for target, text in ((HERE / "README.md", made), *((page, filled(page.read_text())) for page in pages)):
+        if "--check" not in sys.argv:
+            target.write_text(text)
+        elif target.read_text() != text:
+            name = target.relative_to(HERE.parent)
+            raise SystemExit(f"{name} is not what the results give: run python benchmarks/table.py")
 
 
 if __name__ == "__main__":

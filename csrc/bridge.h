@@ -106,6 +106,19 @@ inline Tensor aten_int_mm(const Tensor& a, const Tensor& b) {
   return torch::stable::detail::to<Tensor>(stack[0]);
 }
 
+// aten::_scaled_mm(a, b, scale_a, scale_b, bias, out_dtype=dtype): e4m3 (M, K) row-major x (K, N) column-major, scales (M, 1) and
+// (1, N). Not use_fast_accum: partial sums are promoted to float32, instead of 14 bits over the whole of K.
+inline Tensor aten_scaled_mm(const Tensor& a, const Tensor& b, const Tensor& scale_a, const Tensor& scale_b,
+                             const std::optional<Tensor>& bias, ScalarType dtype) {
+  NoGradGuard no_grad;
+  std::array<StableIValue, 8> stack{torch::stable::detail::from(a), torch::stable::detail::from(b),
+                                    torch::stable::detail::from(scale_a), torch::stable::detail::from(scale_b),
+                                    torch::stable::detail::from(bias), torch::stable::detail::from(std::nullopt),
+                                    torch::stable::detail::from(std::optional<ScalarType>(dtype)), torch::stable::detail::from(false)};
+  STABLE_TORCH_ERROR_CODE_CHECK(torch_call_dispatcher("aten::_scaled_mm", "", stack.data(), TORCH_ABI_VERSION));
+  return torch::stable::detail::to<Tensor>(stack[0]);
+}
+
 // aten::mul(a, b), without recording autograd.
 inline Tensor aten_mul(const Tensor& a, const Tensor& b) {
   NoGradGuard no_grad;

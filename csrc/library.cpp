@@ -36,6 +36,8 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
       "int block_size, int in_features) -> Tensor");
   // linear on int8 rows with the input quantized to int8 row by row: exact int32 sums, scaled in fp32
   m.def("int8_linear(Tensor input, Tensor packed, Tensor? bias, int in_features) -> Tensor");
+  // linear on fp8 rows with the input quantized to fp8 row by row: products exact, sums in float32
+  m.def("fp8_linear(Tensor input, Tensor packed, Tensor? bias, int in_features) -> Tensor");
   // rows of packed (V, row_bytes) at indices (...) int64 or int32 -> (..., embedding_dim) dtype
   m.def("embedding(Tensor indices, Tensor packed, int format, int block_size, int embedding_dim, ScalarType dtype) -> Tensor");
   // weight (N, K) float32 -> (N, K) float32 what each element was when it was rounded, errors of earlier columns carried in

@@ -46,7 +46,6 @@ def main() -> None:
         args.model = str(smollm2.folder(args.output))
     rows = [json.loads(line) for line in args.data.read_text().splitlines()] if args.data else sums(512)
 
-    model = AutoModelForCausalLM.from_pretrained(args.model, quantization_config=HalfbyteConfig(args.format))
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
@@ -64,6 +63,8 @@ def main() -> None:
         save_strategy="no",
         seed=0,
     )
+    # After the settings, which set accelerate up: of several processes one then reads the model for all.
+    model = AutoModelForCausalLM.from_pretrained(args.model, quantization_config=HalfbyteConfig(args.format))
     trainer = SFTTrainer(
         model=model,
         args=settings,

@@ -10,9 +10,11 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,14 +23,17 @@ import torch
 import halfbyte
 from halfbyte import _library
 from halfbyte.checkpoint import quantize_checkpoint
+from halfbyte.errors import QuantizationError
 from halfbyte.formats import FORMATS, Format
-from halfbyte.memory.plan import MemoryPlan, parse_bytes
+from halfbyte.memory.plan import MemoryPlan, parse_bytes, plans_of
 from halfbyte.memory.plan import _aligned as aligned
 from halfbyte.memory.sharded import STRATEGIES
 from halfbyte.memory.simulate import OPTIMIZERS
 from halfbyte.memory.subject import on_meta
+from halfbyte.nn.conv1d import is_conv1d
+from halfbyte.nn.experts import expert_weights
 
-__all__ = ["console", "main"]
+__all__ = ["console", "help_page", "main"]
 
 T = TypeVar("T")
 ISA_NAMES = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
@@ -70,49 +75,82 @@ def console() -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="halfbyte", description="Native low-bit training for PyTorch.")
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    describe = "Native low-bit training for PyTorch. Every command prints a table, or JSON with --json."
+    parser = argparse.ArgumentParser(prog="halfbyte", description=describe)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="COMMAND")
 
-    def verb(name: str, run: Callable[[argparse.Namespace], tuple[Any, str]], help: str) -> argparse.ArgumentParser:
-        sub = verbs.add_parser(name, help=help, description=help)
-        sub.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    def verb(name: str, run: Callable[[argparse.Namespace], tuple[Any, str]], help: str, example: str) -> Any:
+        sub = verbs.add_parser(name, help=help, description=help, epilog=f"Example: halfbyte {name} {example}".rstrip())
+        sub.add_argument("--json", action="store_true", help="Print JSON instead of a table.")
         sub.set_defaults(run=run)
         return sub
 
-    verb("info", _info, "What is built, and which kernels run on this machine.")
+    verb("info", _info, "Say what was built, and which kernels run on this machine.", "")
 
-    report = verb("report", _report, "What the safetensors files of a folder hold; reads their headers only.")
-    report.add_argument("dir", type=Path, metavar="DIR", help="a folder with .safetensors files, or one file")
-    report.add_argument("--all", action="store_true", help="a line per tensor instead of one per kind")
+    help = "List the tensors that the safetensors files of a folder hold, by reading their headers only."
+    report = verb("report", _report, help, "smollm2-nf4 --all")
+    report.add_argument("dir", type=Path, metavar="DIR", help="A folder with .safetensors files, or one such file.")
+    report.add_argument("--all", action="store_true", help="Print a line per tensor instead of one per kind.")
 
-    plan = verb("plan", _plan, "The peak memory of a training step, per rank and by kind, without allocating it.")
-    plan.add_argument("model", type=Path, metavar="MODEL_DIR", help="a folder with a transformers config.json")
-    each = f"{', '.join(FORMATS)} (with a block size: nf4:128) or dense"
-    plan.add_argument("--format", action="append", type=_format, help=f"{each}; several compare side by side; default: all")
-    plan.add_argument("--batch-size", type=int, default=1, help="rows of the batch of one rank (1)")
-    plan.add_argument("--seq-len", type=int, default=2048, help="tokens of a row (2048)")
-    plan.add_argument("--lora-rank", type=int, help="train LoRA adapters of this rank on all linear layers")
-    plan.add_argument("--optimizer", default="adamw8bit", choices=[*OPTIMIZERS, "none"], help="(adamw8bit)")
-    plan.add_argument("--strategy", default="single", choices=STRATEGIES, help="(single)")
-    plan.add_argument("--world-size", type=int, default=1, help="ranks (1)")
-    plan.add_argument("--no-checkpointing", action="store_true", help="keep the activations of every block")
-    plan.add_argument("--device", choices=("cpu", "cuda"), help="whose kernels to plan for (cuda if there is one)")
-    plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="of dense weights (the config's)")
-    plan.add_argument("--memory", type=_memory, help="bytes of one device, such as 24GiB: says what fits")
-    plan.add_argument("--plot", type=Path, metavar="FILE.png", help="draw stacked bars (needs matplotlib)")
+    help = "Predict the peak memory of a training step, per rank and by kind, without allocating it."
+    plan = verb("plan", _plan, help, "Llama-3.1-8B --lora-rank 16 --memory 24GiB --format nf4 --format dense")
+    formats = f"{', '.join(FORMATS)}, with a block size as in nf4:128, or dense"
+    plan.add_argument("model", type=Path, metavar="MODEL_DIR", help="A folder with a transformers config.json.")
+    text = f"Plan for weights in this format: {formats}. Give it several times to compare. Default: all of them."
+    plan.add_argument("--format", action="append", type=_format, metavar="FORMAT", help=text)
+    plan.add_argument("--batch-size", type=int, default=1, metavar="ROWS", help="Rows of the batch of one rank. Default: 1.")
+    plan.add_argument("--seq-len", type=int, default=2048, metavar="TOKENS", help="Tokens of a row. Default: 2048.")
+    text = "Train LoRA adapters of this rank on all linear layers. Default: none, what the model leaves trainable trains."
+    plan.add_argument("--lora-rank", type=int, metavar="RANK", help=text)
+    text = "The optimizer whose state is counted. Default: adamw8bit."
+    plan.add_argument("--optimizer", default="adamw8bit", choices=[*OPTIMIZERS, "none"], help=text)
+    text = "How the ranks share the model. Default: single."
+    plan.add_argument("--strategy", default="single", choices=STRATEGIES, help=text)
+    plan.add_argument("--world-size", type=int, default=1, metavar="RANKS", help="Number of ranks. Default: 1.")
+    text = "Keep the activations of every block instead of recomputing them in backward."
+    plan.add_argument("--no-checkpointing", action="store_true", help=text)
+    text = "The device to plan for. Default: cuda if this machine has one, else cpu."
+    plan.add_argument("--device", choices=("cpu", "cuda"), help=text)
+    text = "The dtype of dense weights. Default: what config.json says."
+    plan.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help=text)
+    text = "Bytes of one device, such as 24GiB or 80GB: also say the largest batch and sequence that fit."
+    plan.add_argument("--memory", type=_memory, metavar="SIZE", help=text)
+    text = "Draw the plans as stacked bars into this file; needs matplotlib."
+    plan.add_argument("--plot", type=Path, metavar="FILE.png", help=text)
 
-    bench = verb("bench", _bench, "Times the ops on this machine, beside torch dense and bitsandbytes if installed.")
-    bench.add_argument("--size", type=int, default=2048, help="rows and columns of the weight (2048)")
-    bench.add_argument("--format", type=_format, default="nf4", help="(nf4)")
-    bench.add_argument("--seconds", type=float, default=1.0, help="per comparison (1)")
+    help = "Time the ops on this machine, beside torch's dense ones and bitsandbytes where it is installed."
+    bench = verb("bench", _bench, help, "--size 4096 --format nf4-dq --seconds 2")
+    text = "Rows and columns of the weight. Default: 2048."
+    bench.add_argument("--size", type=int, default=2048, metavar="N", help=text)
+    bench.add_argument("--format", type=_format, default="nf4", metavar="FORMAT", help="Format of the weight. Default: nf4.")
+    text = "Seconds spent on each comparison. Default: 1."
+    bench.add_argument("--seconds", type=float, default=1.0, metavar="S", help=text)
 
-    quantize = verb("quantize", _quantize, "Streams a dense checkpoint to a quantized folder.")
-    quantize.add_argument("src", type=Path, metavar="SRC", help="a transformers folder, or a .gguf file beside its config")
-    quantize.add_argument("out", type=Path, metavar="OUT", help="the folder to make")
-    quantize.add_argument("--format", type=_format, default="nf4", help="(nf4)")
-    quantize.add_argument("--calibrate", type=Path, metavar="TEXT", help="a text file or folder to choose the codes by")
-    quantize.add_argument("--tokens", type=int, default=8192, help="of that text (8192)")
+    help = "Quantize a dense checkpoint into a folder, tensor by tensor; from_pretrained and load_quantized read it."
+    quantize = verb("quantize", _quantize, help, "SmolLM2-135M smollm2-nf4 --format nf4 --calibrate notes.txt")
+    text = "A transformers folder with safetensors files, or a .gguf file beside its config."
+    quantize.add_argument("src", type=Path, metavar="SRC", help=text)
+    quantize.add_argument("out", type=Path, metavar="OUT", help="The folder to make.")
+    text = f"One of {', '.join(FORMATS)}, with a block size as in nf4:128. Default: nf4."
+    quantize.add_argument("--format", type=_format, default="nf4", metavar="FORMAT", help=text)
+    text = "Choose the codes by this text, a file or a folder of files, which lowers the error of every layer."
+    quantize.add_argument("--calibrate", type=Path, metavar="TEXT", help=text)
+    text = "Tokens of that text to use. Default: 8192."
+    quantize.add_argument("--tokens", type=int, default=8192, metavar="TOKENS", help=text)
     return parser
+
+
+def help_page() -> str:
+    """The help texts of all commands as Markdown: docs/commands.md. Widths do not depend on the terminal."""
+    parser = _parser()
+    (verbs,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
+    texts = {"halfbyte": parser, **{f"halfbyte {name}": sub for name, sub in verbs.choices.items()}}
+    made = "python -c 'from halfbyte.cli import help_page; print(help_page(), end=\"\")'"
+    page = f"# Commands\n\nMade from the parsers by `{made}`.\n"
+    for title, each in texts.items():
+        each.formatter_class = partial(argparse.HelpFormatter, width=110)
+        page += f"\n## {title}\n\n```text\n{each.format_help()}```\n"
+    return page
 
 
 def _format(text: str) -> str:
@@ -197,21 +235,22 @@ def _report(args: argparse.Namespace) -> tuple[Any, str]:
 def _plan(args: argparse.Namespace) -> tuple[Any, str]:
     formats = args.format or ["dense", *FORMATS]
     plans: dict[str, MemoryPlan] = {}
-    for index, each in enumerate(formats):
-        _progress(f"planning {each}", index, len(formats))
-        plans[each] = halfbyte.plan(
-            args.model,
-            batch_size=args.batch_size,
-            seq_len=args.seq_len,
-            optimizer=None if args.optimizer == "none" else args.optimizer,
-            strategy=args.strategy,
-            world_size=args.world_size,
-            checkpointing=not args.no_checkpointing,
-            format=each,
-            lora_rank=args.lora_rank,
-            dtype=getattr(torch, args.dtype) if args.dtype else None,
-            device=args.device,
-        )
+    _progress("planning", 0, len(formats))
+    for each, made in plans_of(
+        args.model,
+        formats,
+        batch_size=args.batch_size,
+        seq_len=args.seq_len,
+        optimizer=None if args.optimizer == "none" else args.optimizer,
+        strategy=args.strategy,
+        world_size=args.world_size,
+        checkpointing=not args.no_checkpointing,
+        lora_rank=args.lora_rank,
+        dtype=getattr(torch, args.dtype) if args.dtype else None,
+        device=args.device,
+    ):
+        plans[each] = made
+        _progress("planning", min(len(plans), len(formats) - 1), len(formats))
     _progress("", 0, 0)
     compared = halfbyte.memory.PlanComparison(plans)
     first = next(iter(plans.values()))
@@ -264,13 +303,31 @@ def _quantize(args: argparse.Namespace) -> tuple[Any, str]:
     if args.src.suffix == ".gguf":
         tensors, model, tokenizer = _decoded_gguf(args.src)
         config = json.loads(model.config.to_json_string())
+        _say_disk_use(args.out, tensors, args.format, model)
         done = quantize_checkpoint(tensors, args.out, args.format, model=model, config=config, progress=progress)
         tokenizer.save_pretrained(args.out)
     else:
         model = on_meta(args.src)
-        done = quantize_checkpoint(args.src, args.out, args.format, model=model, progress=progress)
+        _say_disk_use(args.out, args.src, args.format, model)
+        if any(is_conv1d(module) or expert_weights(module) for module in model.modules()):
+            from peft_bridge.folder import quantize_folder
+
+            done = quantize_folder(args.src, args.out, args.format)
+        else:
+            done = quantize_checkpoint(args.src, args.out, args.format, model=model, progress=progress)
     data = {"out": str(args.out), "bytes": done.bytes, "dense_bytes": done.dense_bytes, "quantized": len(done.quantized)}
     return data, f"{done}\n{args.out}"
+
+
+def _say_disk_use(out: Path, source: Any, format: str, model: Any) -> None:
+    """To stderr: what the weights will take at most (experts and Conv1D are counted dense), and what is free."""
+    try:
+        needed = quantize_checkpoint(source, out, format, model=model, dry_run=True).bytes
+    except QuantizationError:  # only experts or Conv1D
+        needed = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+    parent = next(path for path in (out, *out.absolute().parents) if path.exists())
+    free = shutil.disk_usage(parent).free
+    print(f"{out}: up to {needed / 1e6:.1f} MB will be written, {free / 1e6:.1f} MB are free", file=sys.stderr)
 
 
 def _calibrate(args: argparse.Namespace) -> tuple[Any, str]:

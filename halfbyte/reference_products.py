@@ -1,4 +1,4 @@
-"""Slow, obvious oracles of the products that are more than one matrix product: `lora_linear` and `int8_linear`.
+"""Slow, obvious oracles of the products that are more than one matrix product: `lora_linear`, `int8_linear`, `fp8_linear`.
 
 Written from the formats' text and the ops' definitions, never from a kernel.
 """
@@ -13,7 +13,7 @@ from torch import Tensor
 from halfbyte import reference
 from halfbyte.formats import Format
 
-__all__ = ["int8_linear", "lora_linear"]
+__all__ = ["fp8_linear", "int8_linear", "lora_linear"]
 
 
 def lora_linear(
@@ -85,3 +85,25 @@ def int8_linear(input: Tensor, packed: Tensor, bias: Tensor | None, in_features:
     if bias is not None:
         output = output + bias.float()
     return output.to(input.dtype).reshape(*input.shape[:-1], packed.shape[0])
+
+
+def fp8_linear(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
+    """``rounded @ W.T + bias`` in fp64: ``rounded`` is input quantized by the fp8 rule and dequantized, W the packed rows.
+
+    Both sides' values are ``code * (absmax / 448)`` with the quotient in fp32, nothing else is rounded.
+
+    Args:
+        input: ``(..., K)`` fp32, bf16 or fp16.
+        packed: ``(N, row_bytes)`` uint8, format fp8.
+        bias: ``(N,)`` of input's dtype, or None.
+        in_features: K.
+
+    Returns:
+        ``(..., N)`` fp64.
+    """
+    tokens = reference.quantize(input.reshape(-1, in_features), "fp8")
+    rounded, weight = (reference.dequantize(rows, "fp8", in_features, torch.float32).double() for rows in (tokens, packed))
+    output = rounded @ weight.T
+    if bias is not None:
+        output = output + bias.double()
+    return output.reshape(*input.shape[:-1], packed.shape[0])

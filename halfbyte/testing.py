@@ -207,31 +207,41 @@ def _linear_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Excepti
     yield (x, packed, torch.ones(4, device=device).bfloat16(), 0, 64, 64), ValueError, "bias must have input's dtype"
 
 
-def _int8_linear_samples(device: str) -> Iterator[tuple[Any, ...]]:
-    format = Format.parse("int8")
-    packed = random_packed(format, 5, 65, device)
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for M in (3, 20):
-            x = torch.randn(M, 65, device=device, dtype=dtype, requires_grad=True)
-            yield x, packed, torch.randn(5, device=device, dtype=dtype, requires_grad=True), 65
-    packed = random_packed(format, 4, 64, device)
-    for shape in ((64,), (0, 64), (2, 3, 64)):
-        yield torch.randn(shape, device=device, requires_grad=True), packed, None, 64
-    yield torch.randn(64, 5, device=device).t().requires_grad_(), packed[::2], None, 64  # strided
-    yield torch.randn(3, 64, device=device), packed[:0], None, 64  # no outputs
+def _quantized_input_samples(name: str) -> Callable[[str], Iterator[tuple[Any, ...]]]:
+    def samples(device: str) -> Iterator[tuple[Any, ...]]:
+        format = Format.parse(name)
+        packed = random_packed(format, 5, 65, device)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            for M in (3, 20):
+                x = torch.randn(M, 65, device=device, dtype=dtype, requires_grad=True)
+                yield x, packed, torch.randn(5, device=device, dtype=dtype, requires_grad=True), 65
+        packed = random_packed(format, 16, 64, device)
+        for shape in ((64,), (0, 64), (2, 3, 64)):
+            yield torch.randn(shape, device=device, requires_grad=True), packed, None, 64
+        x, bias = (torch.randn(s, device=device, dtype=torch.bfloat16, requires_grad=True) for s in ((3, 64), (16,)))
+        yield x, packed, bias, 64  # what fp8 tensor cores take
+        yield torch.randn(64, 5, device=device).t().requires_grad_(), packed[::2], None, 64  # strided
+        yield torch.randn(3, 64, device=device), packed[:0], None, 64  # no outputs
+
+    return samples
 
 
-def _int8_linear_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
-    x, packed = torch.randn(3, 64, device=device), random_packed(Format.parse("int8"), 4, 64, device)
-    for columns in (0, -1, -_HUGE, _HUGE):
-        yield (x, packed, None, columns), ValueError, "in_features must be"
-    yield (x, packed[:, 16:], None, 64), ValueError, "packed must have 80 bytes per row for int8"
-    yield (x, packed.float(), None, 64), ValueError, "packed must be uint8"
-    yield (x[:, 1:], packed, None, 64), ValueError, "last dimension must be in_features=64"
-    yield (x.double(), packed, None, 64), ValueError, "input must be float32"
-    yield (x, packed, torch.ones(3, device=device), 64), ValueError, "bias must have shape"
-    wide = torch.zeros(1, 2**17 + 16, device=device, dtype=torch.uint8)
-    yield (torch.zeros(1, 2**17 + 1, device=device), wide, None, 2**17 + 1), ValueError, "in_features must be at most 131072"
+def _quantized_input_hostile(name: str) -> Callable[[str], Iterator[tuple[tuple[Any, ...], type[Exception], str]]]:
+    def hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+        x, packed = torch.randn(3, 64, device=device), random_packed(Format.parse(name), 4, 64, device)
+        for columns in (0, -1, -_HUGE, _HUGE):
+            yield (x, packed, None, columns), ValueError, "in_features must be"
+        yield (x, packed[:, 16:], None, 64), ValueError, f"packed must have 80 bytes per row for {name}"
+        yield (x, packed.float(), None, 64), ValueError, "packed must be uint8"
+        yield (x[:, 1:], packed, None, 64), ValueError, "last dimension must be in_features=64"
+        yield (x.double(), packed, None, 64), ValueError, "input must be float32"
+        yield (x, packed, torch.ones(3, device=device), 64), ValueError, "bias must have shape"
+        if name == "int8":
+            wide = torch.zeros(1, 2**17 + 16, device=device, dtype=torch.uint8)
+            long = torch.zeros(1, 2**17 + 1, device=device)
+            yield (long, wide, None, 2**17 + 1), ValueError, "in_features must be at most 131072"
+
+    return hostile
 
 
 def _backward_samples(device: str) -> Iterator[tuple[Any, ...]]:
@@ -426,7 +436,8 @@ SPECS: dict[str, OpSpec] = {
     "dequantize": OpSpec(_dequantize_samples, _dequantize_hostile),
     "linear": OpSpec(_linear_samples, _linear_hostile, differentiable=True),
     "linear_backward_input": OpSpec(_backward_samples, _backward_hostile, differentiable=True),
-    "int8_linear": OpSpec(_int8_linear_samples, _int8_linear_hostile, differentiable=True),
+    "int8_linear": OpSpec(_quantized_input_samples("int8"), _quantized_input_hostile("int8"), differentiable=True),
+    "fp8_linear": OpSpec(_quantized_input_samples("fp8"), _quantized_input_hostile("fp8"), differentiable=True),
     "lora_linear": OpSpec(_lora_samples, _lora_hostile, differentiable=True),
     "lora_linear_backward_input": OpSpec(_lora_backward_samples, _lora_backward_hostile, differentiable=True),
     "embedding": OpSpec(_embedding_samples, _embedding_hostile),

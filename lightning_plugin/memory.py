@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from halfbyte.memory.offload import offload_activations
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed
 from halfbyte.optim.sharding import local
 from lightning_plugin.distribution import Callback, LightningModule, Trainer
 
@@ -60,7 +60,8 @@ class MemoryMonitor(Callback):
         if step == self._logged or step == 0 or step % self.every_n_steps:
             return
         self._logged = step
-        packed = {id(m.weight) for m in pl_module.modules() if isinstance(m, PackedRows)}
+        rows = (p for m in pl_module.modules() if isinstance(m, Packed) for p in m.parameters(recurse=False))
+        packed = {id(p) for p in rows if p.dtype == torch.uint8}
         sizes = {"packed": 0, "dense": 0, "trainable": 0, "gradients": self._gradients, "optimizer": 0}
         for p in pl_module.parameters():
             sizes["packed" if id(p) in packed else "trainable" if p.requires_grad else "dense"] += _bytes(p)

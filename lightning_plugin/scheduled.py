@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from halfbyte.errors import QuantizationError
@@ -70,14 +71,17 @@ class _Scheduled(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Called after the optimizers are created and before their state is restored."""
-        if trainer.world_size > 1:
+        if trainer.world_size > 1 and not isinstance(trainer.strategy.model, DistributedDataParallel):
             raise NotImplementedError(
-                f"{type(self).__name__} runs on one device: DDP and FSDP fix which parameters they reduce when they wrap "
-                f"the module, got world size {trainer.world_size}"
+                f"{type(self).__name__} runs on one device or under DDP, which is set up again after a change; a sharded "
+                f"model's units are flattened once and can't change: got {type(trainer.strategy).__name__} with world size "
+                f"{trainer.world_size}"
             )
         for name in self.changed:
             layer: Any = pl_module.get_submodule(name)
             self.settle(trainer, layer, layer.weight)
+        if self.changed:
+            _set_up_ddp_again(trainer)
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         """Called before each batch: changes what is due at this step."""
@@ -95,13 +99,15 @@ class _Scheduled(Callback):
                     f"{type(self).__name__}: schedule[{step}] = {list(patterns)} names no layer that it could change; "
                     f"{self._could(pl_module)}"
                 )
-            for name, layer in due:
-                if self.is_due(layer):
-                    before = layer.weight
-                    self.change(pl_module, layer)
-                    self.changed.append(name)
-                    self.settle(trainer, layer, before)
-                    rank_zero_info(f"{type(self).__name__}: step {trainer.global_step}: {name}")
+            changing = [(name, layer) for name, layer in due if self.is_due(layer)]
+            for name, layer in changing:
+                before = layer.weight
+                self.change(pl_module, layer)
+                self.changed.append(name)
+                self.settle(trainer, layer, before)
+                rank_zero_info(f"{type(self).__name__}: step {trainer.global_step}: {name}")
+            if changing:
+                _set_up_ddp_again(trainer)
 
     def _could(self, module: nn.Module) -> str:
         names = [name for name, layer in module.named_modules() if isinstance(layer, nn.Linear) and self.is_due(layer)]
@@ -131,7 +137,7 @@ class GradualUnfreezing(_Scheduled):
         ValueError: empty schedule or unknown dtype name.
         TypeError: the schedule does not hold lists of names.
         QuantizationError: when a step is reached: it names no packed layer.
-        NotImplementedError: more than one device.
+        NotImplementedError: a sharded strategy; one device and DDP work.
 
     Note:
         A run that resumes has the layers dense again before weights and optimizer state are loaded.
@@ -193,7 +199,7 @@ class ProgressiveQuantization(_Scheduled):
         ValueError: empty schedule, unknown format or dtype name.
         TypeError: the schedule does not hold lists of names.
         QuantizationError: when a step is reached: it names no dense linear layer.
-        NotImplementedError: more than one device.
+        NotImplementedError: a sharded strategy; one device and DDP work.
 
     Note:
         A run that resumes has the layers packed again before weights and optimizer state are loaded.
@@ -225,6 +231,14 @@ class ProgressiveQuantization(_Scheduled):
         for optimizer in trainer.optimizers:
             _forget(optimizer, before)
             _forget(optimizer, layer.weight)
+
+
+def _set_up_ddp_again(trainer: Trainer) -> None:
+    """DDP's buckets hold the parameters that required a gradient when it wrapped the module: wraps it anew."""
+    strategy: Any = trainer.strategy
+    if isinstance(strategy.model, DistributedDataParallel):
+        strategy.model = strategy.lightning_module
+        strategy.configure_ddp()
 
 
 def _forget(optimizer: Optimizer, parameter: Any) -> None:

@@ -65,8 +65,11 @@ class FSDP1:
             chosen_by(set(), model, "activation_checkpointing")
         arguments = dict(self._fsdp_arguments)
         on_cpu = self.root_device.type == "cpu"
-        if on_cpu and self.cpu_offload is not None and self.cpu_offload.offload_params:
-            raise ValueError(f"{type(self).__name__}: cpu_offload is for accelerators; on the CPU leave it out")
+        offload = self.cpu_offload
+        if on_cpu and offload is not None and offload.offload_params:
+            rank_zero_info(f"{type(self).__name__}: cpu_offload has no effect: the parameters of a CPU are in its memory")
+            # FSDP1 would pin memory, which torch can't without an accelerator, and add each gradient to the last step's.
+            offload = None
         policy = arguments.get("auto_wrap_policy")
         ignored = separate_parameters(model, policy)
         for item in arguments.pop("ignored_states", None) or ():  # modules or parameters
@@ -80,7 +83,7 @@ class FSDP1:
         arguments["auto_wrap_policy"] = wrap_policy(model, policy)
         root = FullyShardedDataParallel(
             model,
-            cpu_offload=self.cpu_offload,
+            cpu_offload=offload,
             mixed_precision=self.mixed_precision_config,
             sharding_strategy=self.sharding_strategy,
             device_id=self.root_device if on_cpu else self.root_device.index,

@@ -44,7 +44,7 @@ class HalfbyteFSDP2Strategy(FSDP2, ModelParallelStrategy):
         checkpointing: recompute each block in backward, see `fully_shard`.
         reshard_after_forward: release a block's gathered parameters between forward and backward.
         mp_policy: a `MixedPrecisionPolicy` for the trainable and dense parameters; packed rows are left alone.
-        offload_policy: an `OffloadPolicy`.
+        offload_policy: an `OffloadPolicy`, see `fully_shard`.
         device_mesh: (replicas, ranks that share one replica), or a two-dimensional `DeviceMesh`: shards inside each replica.
             None: one replica over all ranks.
         save_distributed_checkpoint: True: a folder to which each rank writes its part; False: one file, gathered on rank 0.
@@ -94,7 +94,7 @@ class HalfbyteFSDPStrategy(FSDP1, FSDPStrategy):
         activation_checkpointing_policy: as for `FSDPStrategy`, but it must match something.
         accelerator, parallel_devices, cluster_environment, checkpoint_io, precision_plugin, process_group_backend, timeout,
             cpu_offload, mixed_precision, activation_checkpointing, sharding_strategy, state_dict_type, device_mesh, kwargs:
-            as for `FSDPStrategy`.
+            as for `FSDPStrategy`. On the CPU `cpu_offload` has no effect, which is said.
 
     Raises:
         ValueError: a policy or checkpointing policy matches no module, or no block could be inferred; the text lists the

@@ -30,6 +30,7 @@ __all__ = [
 
 register_host(quantize_from_pretrained)
 import_after("peft.peft_model", "peft_bridge.lora")
+import_after("accelerate.accelerator", "peft_bridge.fsdp1")
 
 
 def __getattr__(name: str) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable
 from typing import Any
 
 import torch
+from transformers import PreTrainedConfig
 from transformers.quantizers import auto
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -17,6 +19,8 @@ from halfbyte.nn.skip import SkipRules
 
 METHOD = "halfbyte"
 """What config.json calls the quantization method."""
+HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
+"""Arguments of `from_pretrained` that decide which config.json is read."""
 
 
 @register_quantization_config(METHOD)
@@ -33,6 +37,9 @@ class HalfbyteConfig(QuantizationConfigMixin):
         compute_dtype: dtype (or its name) that packed layers and the attention around them compute in; None: the dtype of
             their input. What they return has the dtype that the model was loaded in.
         embedding_format: a format for embedding tables that are not tied; None leaves them dense.
+        one_reader: in a distributed run of accelerate's, every rank of which loads the model, one reads and quantizes a
+            dense checkpoint and the others receive the result, as in `load_model(process_group=)`; not for a `device_map`
+            over several devices. False: each reads for itself. It is not saved.
         **saved: what an earlier save added (`quant_method`, `modules`: the names of the packed modules, numbers as "*").
 
     Raises:
@@ -51,13 +58,14 @@ class HalfbyteConfig(QuantizationConfigMixin):
         skip: Iterable[str] | None = None,
         compute_dtype: torch.dtype | str | None = None,
         embedding_format: str | Format | None = None,
+        one_reader: bool = True,
         **saved: Any,
     ) -> None:
         unknown = sorted(set(saved) - {"quant_method", "modules"})
         if unknown:
             raise TypeError(
-                f"HalfbyteConfig: unknown argument {', '.join(unknown)}; it takes format, skip, compute_dtype and "
-                f"embedding_format (if this comes from a config.json, a newer halfbyte wrote it)"
+                f"HalfbyteConfig: unknown argument {', '.join(unknown)}; it takes format, skip, compute_dtype, "
+                f"embedding_format and one_reader (if this comes from a config.json, a newer halfbyte wrote it)"
             )
         # Attributes hold what JSON can: `to_dict` of transformers is a copy of them.
         self.quant_method = METHOD  # type: ignore[assignment]
@@ -66,11 +74,16 @@ class HalfbyteConfig(QuantizationConfigMixin):
         dtype = as_dtype("compute_dtype", compute_dtype)
         self.compute_dtype = None if dtype is None else str(dtype).removeprefix("torch.")
         self.embedding_format = None if embedding_format is None else str(Format.parse(embedding_format))
+        self.one_reader = bool(one_reader)
         self.modules: list[str] | None = saved.get("modules")
+
+    def to_dict(self) -> dict[str, Any]:
+        """What config.json holds: all but how this load was to read."""
+        return {name: value for name, value in super().to_dict().items() if name != "one_reader"}
 
     def __eq__(self, other: object) -> bool:
         # The dataclass above compares its own fields only, and it has one.
-        return isinstance(other, HalfbyteConfig) and self.__dict__ == other.__dict__
+        return isinstance(other, HalfbyteConfig) and self.to_dict() == other.to_dict()
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -107,6 +120,27 @@ class HalfbyteConfig(QuantizationConfigMixin):
             )
         config.compute_dtype = requested.compute_dtype or self.compute_dtype
         return config
+
+
+def own_quantization(path: Any, config: Any, kwargs: dict[str, Any]) -> Any:
+    """The quantization that the checkpoint's config names, of whatever method: it then rules; None if there is none.
+
+    Args:
+        path: as for `from_pretrained`.
+        config: the same.
+        kwargs: its other arguments, of which some decide which config.json is read.
+    """
+    if isinstance(config, PreTrainedConfig):
+        text = config.get_text_config(decoder=True)
+        found = (getattr(each, "quantization_config", None) for each in (config, text))
+        return next((each for each in found if each is not None), None)
+    source = config if isinstance(config, (str, os.PathLike)) else path
+    hub = {name: kwargs[name] for name in HUB_ARGUMENTS if name in kwargs}
+    try:
+        contents, _ = PreTrainedConfig.get_config_dict(source, **hub)
+    except OSError:  # a folder with an adapter only: transformers goes on to its base model
+        return None
+    return contents.get("quantization_config")
 
 
 # `merge_quantization_configs` hands over loading attributes for these types only (pinned by a test).

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import functools
-import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
-import torch.distributed as dist
-from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from halfbyte.distributed.replicate import replicate
+from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.packed import Packed
 from halfbyte.nn.settings import InitSettings, active_settings, paused
 from peft_bridge.bitsandbytes import BITSANDBYTES, config_of, method_of
-from peft_bridge.config import HalfbyteConfig
+from peft_bridge.config import HalfbyteConfig, own_quantization
+from peft_bridge.one_reader import read_once
 from peft_bridge.patch import WhileActive
 
-# What decides which config.json is read.
-_HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder")
 
+@contextmanager
+def quantize_from_pretrained(settings: InitSettings) -> Iterator[None]:
+    """Registered with the core; entered by every context. Wraps one classmethod, to which all Auto classes come.
 
-def quantize_from_pretrained(settings: InitSettings) -> AbstractContextManager[None]:
-    """Registered with the core; entered by every context. Wraps one classmethod, to which all Auto classes come."""
-    return _FROM_PRETRAINED.entered()
+    And, for models that are built from a config, the method that initializes one of their modules.
+    """
+    with _FROM_PRETRAINED.entered(), _INITIALIZE.entered():
+        yield
 
 
 def _wrapped(method: Any) -> Any:
@@ -35,7 +36,7 @@ def _wrapped(method: Any) -> Any:
         settings = active_settings()  # of this thread: the wrapper itself is process-wide
         if settings is None:
             return original(cls, path, *args, config=config, **kwargs)
-        own = _its_own(path, config, kwargs) if kwargs.get("quantization_config") is None else None
+        own = own_quantization(path, config, kwargs) if kwargs.get("quantization_config") is None else None
         if own is not None and method_of(own) == BITSANDBYTES:
             kwargs["quantization_config"] = config_of(own)
             kwargs["quantization_config"].compute_dtype = HalfbyteConfig(compute_dtype=settings.compute_dtype).compute_dtype
@@ -48,13 +49,15 @@ def _wrapped(method: Any) -> Any:
             kwargs["quantization_config"] = HalfbyteConfig(
                 settings.format, skip=settings.skip, compute_dtype=settings.compute_dtype
             )
+
         def read() -> Any:
             return original(cls, path, *args, config=config, **kwargs)
 
         with paused():
             # Rows that are packed already are mapped from the file, which costs no rank any memory of its own.
-            if settings.one_reader and own is None and dist.is_available() and dist.is_initialized():
-                result = replicate(read, what=f"{cls.__name__}.from_pretrained")
+            if settings.one_reader and own is None:
+                name = cls.__name__
+                result = read_once(read, what=f"{name}.from_pretrained", asked=f"{name} in {settings.format}")
             else:
                 result = read()
         model = result[0] if isinstance(result, tuple) else result
@@ -64,19 +67,19 @@ def _wrapped(method: Any) -> Any:
     return classmethod(from_pretrained)  # type: ignore[arg-type]
 
 
+def _as_dense_class(original: Any) -> Any:
+    """Models look for their experts by class to initialize them; values then go through the rows, as for any initializer."""
+
+    @functools.wraps(original)
+    def initialize_weights(self: PreTrainedModel, module: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(module, QuantExperts):
+            dense = module.dense_class.__new__(module.dense_class)
+            dense.__dict__ = module.__dict__  # shared: the same parameters, the same marks
+            module = dense
+        original(self, module, *args, **kwargs)
+
+    return initialize_weights
+
+
 _FROM_PRETRAINED = WhileActive(_wrapped, [(PreTrainedModel, "from_pretrained")])
-
-
-def _its_own(path: Any, config: Any, kwargs: dict[str, Any]) -> Any:
-    """The quantization that the checkpoint's config names, of whatever method: it then rules; None if there is none."""
-    if isinstance(config, PreTrainedConfig):
-        text = config.get_text_config(decoder=True)
-        found = (getattr(each, "quantization_config", None) for each in (config, text))
-        return next((each for each in found if each is not None), None)
-    source = config if isinstance(config, (str, os.PathLike)) else path
-    hub = {name: kwargs[name] for name in _HUB_ARGUMENTS if name in kwargs}
-    try:
-        contents, _ = PreTrainedConfig.get_config_dict(source, **hub)
-    except OSError:  # a folder with an adapter only: transformers goes on to its base model
-        return None
-    return contents.get("quantization_config")
+_INITIALIZE = WhileActive(_as_dense_class, [(PreTrainedModel, "_initialize_weights")])

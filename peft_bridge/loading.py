@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from halfbyte.distributed.replicate import replicate
 from halfbyte.formats import Format
 from peft_bridge.bitsandbytes import BITSANDBYTES, config_of, method_of
-from peft_bridge.config import METHOD, HalfbyteConfig
+from peft_bridge.config import HUB_ARGUMENTS, METHOD, HalfbyteConfig
 
 
 def load_model(
@@ -58,7 +58,7 @@ def load_model(
 def _load(path_or_id: Any, format: str | Format | None, lora: Any, from_pretrained_kwargs: dict[str, Any]) -> Any:
     if format is not None and "quantization_config" in from_pretrained_kwargs:
         raise TypeError("load_model: give format or quantization_config, not both")
-    names = ("cache_dir", "force_download", "local_files_only", "token", "revision", "subfolder", "trust_remote_code")
+    names = (*HUB_ARGUMENTS, "trust_remote_code")
     hub = {name: from_pretrained_kwargs[name] for name in names if name in from_pretrained_kwargs}
     config = from_pretrained_kwargs.pop("config", None) or AutoConfig.from_pretrained(path_or_id, **hub)
     quantization: Any = from_pretrained_kwargs.pop("quantization_config", None)

@@ -18,6 +18,7 @@ from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, check_adapters_to_merge
 from torch import Tensor, nn
 
+from halfbyte.distributed.grouping import unwrapped
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
 from halfbyte.nn.settings import InitSettings, paused, register_host
 from halfbyte.nn.skip import mark_dense
@@ -36,7 +37,7 @@ class HalfbyteLoraLinear(LoraLinear):
     Forward and backward are one autograd node (`halfbyte.ops.lora_linear`) while a single plain LoRA adapter is active and
     nothing stands between it and the base: no dropout in effect, no DoRA or other variant, no `lora_bias`, no
     `adapter_names`, no hooks on the base, A or B, A and B plain `nn.Linear`, no `activations` of the base. Otherwise they
-    are PEFT's own.
+    are PEFT's own. A base that is an FSDP1 unit of its own is no obstacle: the product happens inside its call.
     Merging, and variants that look at the weight (DoRA), get a dense float32 base for as long as the call takes.
     `merge()` packs the sum again, which rounds it to the format; what that cost is in `merge_error`, and `unmerge()`
     brings the original rows back bit by bit (a packed copy is kept in between).
@@ -100,24 +101,24 @@ class HalfbyteLoraLinear(LoraLinear):
         if adapter is None:
             result: Tensor = super().forward(x, *args, **kwargs)
             return result
-        base: Any = self.base_layer
-        lora_A, lora_B = self.lora_A[adapter].weight, self.lora_B[adapter].weight
-        fused: Tensor = base.forward_with_lora(x, lora_A, lora_B, self.scaling[adapter])
+        lora = (self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.scaling[adapter])
+        fused: Tensor = self.base_layer(x, lora=lora)
         return fused
 
     def _fusible_adapter(self) -> str | None:
-        """The one active adapter that `forward_with_lora` can apply, or None."""
-        base = self.base_layer
-        if self.disable_adapters or self.merged or type(base) is not QuantLinear:
+        """The one active adapter that the base can take into its own product, or None."""
+        base: Any = self.base_layer
+        inside: Any = unwrapped(base)
+        if self.disable_adapters or self.merged or type(inside) is not QuantLinear:
             return None
-        if is_dtensor(base.weight) or base.activations is not None:
+        if is_dtensor(inside.weight) or inside.activations is not None:
             return None
         names = [name for name in self.active_adapters if name in self.lora_A]
         if len(names) != 1 or names[0] in self.lora_variant:
             return None
         down, up, dropout = self.lora_A[names[0]], self.lora_B[names[0]], self.lora_dropout[names[0]]
         drops = not isinstance(dropout, nn.Identity) and dropout.training and getattr(dropout, "p", 1.0) > 0
-        if drops or up.bias is not None or any(_hooked(m) for m in (base, down, up)):
+        if drops or up.bias is not None or any(_hooked(m) for m in (base, inside, down, up)):
             return None
         plain = all(type(m) is nn.Linear and type(m.weight) in (nn.Parameter, Tensor) for m in (down, up))
         return names[0] if plain and down.weight.dtype == up.weight.dtype else None
@@ -270,7 +271,7 @@ def _decomposes(initializer: Any) -> bool:
 
 
 def _hooked(module: nn.Module) -> bool:
-    """Whether calling `module` does more than its forward: a shard to gather, weights to fetch, a user's own."""
+    """Whether something sees or changes what goes in or comes out, which with the branch inside is something else."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(hooks) or "forward" in module.__dict__  # accelerate replaces the method
 

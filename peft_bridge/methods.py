@@ -7,10 +7,8 @@ import importlib
 import importlib.util
 from typing import Any
 
-from accelerate.state import AcceleratorState
 from peft.tuners.lora.model import LoraModel
 from peft.tuners.tuners_utils import BaseTuner, BaseTunerLayer, _maybe_include_all_linear_layers
-from peft.utils import other
 from torch import nn
 
 from halfbyte.nn.embedding import QuantEmbedding
@@ -32,19 +30,16 @@ def backend() -> Any:
 
 class _Originals:
     inject: Any = None  # PEFT's own BaseTuner.inject_adapter, while ours stands in its place
-    policy: Any = None  # and peft.utils.other.fsdp_auto_wrap_policy
 
 
 def refuse_unsupported() -> None:
     """Makes PEFT check what it is about to do with packed rows; `accept_unsupported` undoes it.
 
-    `BaseTuner.inject_adapter` is where every method adds its layers; `fsdp_auto_wrap_policy` is what transformers' Trainer
-    and the scripts of PEFT ask before accelerate wraps a model.
+    `BaseTuner.inject_adapter` is where every method adds its layers.
     """
     if _Originals.inject is None:
-        _Originals.inject, _Originals.policy = BaseTuner.inject_adapter, other.fsdp_auto_wrap_policy
+        _Originals.inject = BaseTuner.inject_adapter
         BaseTuner.inject_adapter = _checked(BaseTuner.inject_adapter)  # type: ignore[method-assign]
-        other.fsdp_auto_wrap_policy = _fsdp2_only(other.fsdp_auto_wrap_policy)
         if HAS_BACKENDS:
             backend().install()
 
@@ -53,26 +48,9 @@ def accept_unsupported() -> None:
     """The inverse of `refuse_unsupported`."""
     if _Originals.inject is not None:
         BaseTuner.inject_adapter = _Originals.inject  # type: ignore[method-assign]
-        other.fsdp_auto_wrap_policy = _Originals.policy
         if HAS_BACKENDS:
             backend().uninstall()
-        _Originals.inject = _Originals.policy = None
-
-
-def _fsdp2_only(original: Any) -> Any:
-    @functools.wraps(original)
-    def fsdp_auto_wrap_policy(model: nn.Module) -> Any:
-        plugin = AcceleratorState._shared_state.get("fsdp_plugin")
-        packed = any(isinstance(module, Packed) for module in model.modules())
-        if packed and getattr(plugin, "fsdp_version", 2) == 1:
-            raise NotImplementedError(
-                "accelerate's FSDP1 flattens floating parameters only, packed rows are uint8: set fsdp_version: 2 in "
-                "accelerate's config (fsdp_config={'version': 2} of TrainingArguments), or use Lightning with "
-                "HalfbyteFSDPStrategy, which does FSDP1"
-            )
-        return original(model)
-
-    return fsdp_auto_wrap_policy
+        _Originals.inject = None
 
 
 def _checked(original: Any) -> Any:

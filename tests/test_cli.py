@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 import torch
 
 import halfbyte
-from halfbyte.cli import main
+from halfbyte.cli import _parser, help_page, main
 
 ROOT = Path(__file__).parents[1]
 
@@ -121,7 +123,7 @@ def test_bad_values_name_their_argument(capsys: pytest.CaptureFixture[str]) -> N
     for arguments, message in (
         (["plan", "x", "--memory", "lots"], "argument --memory: memory must be bytes, or a number with a unit"),
         (["plan", "x", "--format", "nf5"], "argument --format:"),
-        ([], "the following arguments are required: VERB"),
+        ([], "the following arguments are required: COMMAND"),
     ):
         with pytest.raises(SystemExit) as stopped:
             main(arguments)
@@ -140,3 +142,23 @@ def test_python_dash_m() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert done.stderr.startswith("halfbyte report: DIR must be")
+
+
+def test_the_page_of_commands_is_what_the_parsers_say() -> None:
+    assert (ROOT / "docs/commands.md").read_text() == help_page()
+
+
+def test_every_help_text_is_a_sentence_and_says_its_default() -> None:
+    (verbs,) = (action for action in _parser()._actions if isinstance(action, argparse._SubParsersAction))
+    assert set(verbs.choices) == {"info", "report", "plan", "bench", "quantize"}
+    for name, parser in verbs.choices.items():
+        assert parser.epilog.startswith(f"Example: halfbyte {name}")
+        parser.parse_args(shlex.split(parser.epilog.removeprefix(f"Example: halfbyte {name}")))
+        for action in parser._actions[1:]:  # past argparse's own --help
+            assert action.help[0].isupper() and action.help.endswith("."), (name, action.dest, action.help)
+            if action.option_strings and action.nargs != 0 and action.dest not in ("memory", "plot", "calibrate"):
+                assert "Default: " in action.help, (name, action.dest)
+                if action.default is not None:
+                    assert f"Default: {action.default:g}." in action.help if isinstance(
+                        action.default, float
+                    ) else f"Default: {action.default}." in action.help

@@ -56,7 +56,7 @@ inline Tensor low_rank_weight(const LowRankOperands& low, Compute compute, int64
   return units;
 }
 
-// output = x @ packed^T + bias (of `target`) + the low-rank part. x (tokens, K) contiguous; tokens and rows are not 0.
+// output = x @ packed^T + bias (of `target`) + the low-rank part. x (tokens, K) of dtype, contiguous; tokens and rows are not 0.
 inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
                         const LowRankOperands* low, LinearOutput target) {
   const LinearKernels& table = kernels().linear;
@@ -96,7 +96,7 @@ inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, 
     });
     return;
   }
-  const int64_t output_row = target.stride * (dtype == DType::kFloat32 ? 4 : 2);
+  const int64_t output_row = target.stride * (target.dtype == DType::kFloat32 ? 4 : 2);
   for (int64_t m = 0; m < tokens; m += kLinearTokens) {
     const int64_t count = std::min(tokens - m, kLinearTokens);
     const char* source = at_row(x, m, K);

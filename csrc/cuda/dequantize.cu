@@ -3,6 +3,10 @@
 // One thread decodes units of 8 elements: a 4-byte load (8 for the row formats), one scale, one 16-byte store for 16-bit
 // outputs, so that a warp writes 512 contiguous bytes. 4 units a thread are loaded before the first is decoded: 4 * 4 bytes
 // * 2048 threads = 32 KB in flight per multiprocessor, where reads at full speed need about 6.
+//
+// dequantize_segments_kernel is the way of every weight of a model: a warp takes 1024 elements of one row, so that addresses
+// are made once per 32 weights of a lane, and the codebook lies in the lanes of the warp (a shuffle wants no masked index).
+// dequantize_kernel takes the rest, rows that no 16-byte store fits and misaligned ones, unit by unit with every check.
 #include "elements.h"
 #include "geometry.h"
 #include "kernels.h"
@@ -28,10 +32,10 @@ struct DequantizeArgs {
   const uint8_t* packed;  // row 0
   void* output;           // row 0 of this tile
   RowLayout layout;
-  FastDivisor units;      // per row of this tile
-  uint32_t total_units;   // of this tile
+  FastDivisor items;      // units or segments per row of this tile
+  uint32_t total_items;   // of this tile
   int64_t first_row;      // of this tile
-  int64_t first_unit;     // of this tile
+  int64_t first_item;     // of this tile
   int block_shift;        // log2 of the block size (4-bit formats)
   int code_width;         // bytes a code load may take: 8, 4 or 1
   int store_width;        // bytes a store may take: 16, 8, 4, 2
@@ -153,8 +157,8 @@ __global__ void __launch_bounds__(kThreads, 6) dequantize_kernel(const Dequantiz
   constexpr int kUnroll = kUnrollOf<Gather>;
   constexpr bool kFourBit = S == Scheme::k4Bit || S == Scheme::k4BitDQ;
   const RowLayout& l = a.layout;
-  // total_units < 2^31 and the grid covers less than 2^31 units at once: no 32-bit index wraps.
-  for (uint32_t first = blockIdx.x * (kThreads * kUnroll) + threadIdx.x; first < a.total_units;
+  // total_items < 2^31 and the grid covers less than 2^31 units at once: no 32-bit index wraps.
+  for (uint32_t first = blockIdx.x * (kThreads * kUnroll) + threadIdx.x; first < a.total_items;
        first += gridDim.x * (kThreads * kUnroll)) {
     Codes codes[kUnroll];
     float scale[kUnroll];
@@ -164,9 +168,9 @@ __global__ void __launch_bounds__(kThreads, 6) dequantize_kernel(const Dequantiz
     for (int u = 0; u < kUnroll; ++u) {
       const uint32_t unit = first + u * kThreads;
       count[u] = 0;
-      if (unit < a.total_units) {
-        const uint32_t tile_row = a.units.quotient(unit);
-        const int64_t element = (a.first_unit + (unit - tile_row * a.units.divisor)) * kUnit;
+      if (unit < a.total_items) {
+        const uint32_t tile_row = a.items.quotient(unit);
+        const int64_t element = (a.first_item + (unit - tile_row * a.items.divisor)) * kUnit;
         const int64_t left = l.in_features - element;
         count[u] = left < kUnit ? int(left) : int(kUnit);
         const uint8_t* row = a.packed + source_row<Gather>(a, tile_row) * l.row_bytes;
@@ -186,21 +190,128 @@ __global__ void __launch_bounds__(kThreads, 6) dequantize_kernel(const Dequantiz
   }
 }
 
+// ---- whole segments ----
+
+constexpr int kSegmentUnits = 4;                                // of a lane
+constexpr int64_t kSegment = 32 * kSegmentUnits * kUnit;        // 1024 elements of one row
+constexpr int64_t kSegmentMostColumns = (int64_t(1) << 31) - kSegment;  // columns are 32-bit there
+
+// Two neighbouring results as stored.
+template <class T>
+__device__ inline uint32_t pack(float low, float high) {
+  static_assert(sizeof(T) == 2);
+  uint32_t bits;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+    memcpy(&bits, &both, 4);
+  } else {
+    const __half2 both = __floats2half2_rn(low, high);
+    memcpy(&bits, &both, 4);
+  }
+  return bits;
+}
+
+template <class T>
+__device__ inline void store_values(T* target, const float (&v)[kUnit]) {
+  if constexpr (sizeof(T) == 2) {
+    *reinterpret_cast<uint4*>(target) = make_uint4(pack<T>(v[0], v[1]), pack<T>(v[2], v[3]), pack<T>(v[4], v[5]), pack<T>(v[6], v[7]));
+  } else {
+    reinterpret_cast<float4*>(target)[0] = make_float4(v[0], v[1], v[2], v[3]);
+    reinterpret_cast<float4*>(target)[1] = make_float4(v[4], v[5], v[6], v[7]);
+  }
+}
+
+// Values of a unit before the product. lane_value: codebook[lane % 16]; a shuffle takes the index modulo 32, and lanes 16 apart
+// hold the same, so the bit above the nibble needs no mask.
+template <Scheme S>
+__device__ inline void code_values(const Codes& codes, float lane_value, float (&v)[kUnit]) {
+#pragma unroll
+  for (int i = 0; i < int(kUnit); ++i) {
+    if constexpr (S == Scheme::k4Bit || S == Scheme::k4BitDQ) {
+      v[i] = __shfl_sync(0xFFFFFFFFu, lane_value, int(codes.low >> (8 * (i / 2) + (i % 2 ? 0 : 4))));
+    } else {
+      const uint32_t byte = ((i < 4 ? codes.low : codes.high) >> (8 * (i % 4))) & 0xFFu;
+      v[i] = S == Scheme::kInt8 ? float(int32_t(int8_t(byte))) : fp8_to_float(byte);
+    }
+  }
+}
+
+template <class T, Scheme S, bool Gather>
+__global__ void __launch_bounds__(kThreads, 5) dequantize_segments_kernel(const DequantizeArgs a) {
+  constexpr bool kFourBit = S == Scheme::k4Bit || S == Scheme::k4BitDQ;
+  constexpr int kCodeBytes = kFourBit ? 4 : 8, kStride = 32 * int(kUnit);
+  const RowLayout& l = a.layout;
+  const uint32_t lane = threadIdx.x % 32, columns = uint32_t(l.in_features);
+  const float lane_value = a.codebook.value[lane % 16];
+  for (uint32_t segment = blockIdx.x * (kThreads / 32) + threadIdx.x / 32; segment < a.total_items;
+       segment += gridDim.x * (kThreads / 32)) {
+    const uint32_t tile_row = a.items.quotient(segment);
+    const uint32_t column = (uint32_t(a.first_item) + (segment - tile_row * a.items.divisor)) * uint32_t(kSegment) + lane * uint32_t(kUnit);
+    const uint8_t* row = a.packed + source_row<Gather>(a, tile_row) * l.row_bytes;
+    const uint8_t* source = row + (kFourBit ? column / 2 : column);
+    const uint8_t* scales = row + l.scales_offset;
+    float step = 0.0f, low = 0.0f, quotient = 0.0f;
+    if constexpr (S == Scheme::k4BitDQ) {
+      step = reinterpret_cast<const float*>(scales)[0];
+      low = reinterpret_cast<const float*>(scales)[1];
+    } else if constexpr (!kFourBit) {
+      quotient = *reinterpret_cast<const float*>(scales);
+    }
+    Codes codes[kSegmentUnits];
+    float scale[kSegmentUnits];
+#pragma unroll
+    for (int u = 0; u < kSegmentUnits; ++u) {
+      codes[u] = {0, 0};
+      scale[u] = 0.0f;
+      if (column + u * kStride >= columns) continue;
+      const uint8_t* p = source + u * 32 * kCodeBytes;
+      if constexpr (kFourBit) {
+        codes[u].low = *reinterpret_cast<const uint32_t*>(p);
+        const uint32_t block = (column + u * kStride) >> a.block_shift;
+        if constexpr (S == Scheme::k4Bit) {
+          scale[u] = reinterpret_cast<const float*>(scales)[block];
+        } else {
+          scale[u] = float((row + l.code_bytes)[block]);
+        }
+      } else {
+        const uint2 both = *reinterpret_cast<const uint2*>(p);
+        codes[u] = {both.x, both.y};
+      }
+    }
+    if constexpr (!kFourBit) quotient = div_rn(quotient, S == Scheme::kInt8 ? kInt8Max : kFP8Max);
+    T* target = static_cast<T*>(a.output) + (a.first_row + tile_row) * l.in_features + column;
+#pragma unroll
+    for (int u = 0; u < kSegmentUnits; ++u) {
+      float v[kUnit];
+      code_values<S>(codes[u], lane_value, v);  // every lane takes part in the shuffles
+      const float factor = S == Scheme::k4Bit ? scale[u] : S == Scheme::k4BitDQ ? fma_rn(scale[u], step, low) : quotient;
+#pragma unroll
+      for (int i = 0; i < int(kUnit); ++i) v[i] = mul_rn(v[i], factor);
+      if (column + u * kStride < columns) store_values(target + u * kStride, v);
+    }
+  }
+}
+
 using Kernel = void (*)(DequantizeArgs);
 
+template <class T, Scheme S, bool Gather>
+Kernel kernel_for(bool segments) {
+  return segments ? dequantize_segments_kernel<T, S, Gather> : dequantize_kernel<T, S, Gather>;
+}
+
 template <class T, bool Gather>
-Kernel kernel_for(int32_t format) {
-  if (format == kInt8) return dequantize_kernel<T, Scheme::kInt8, Gather>;
-  if (format == kFP8) return dequantize_kernel<T, Scheme::kFP8, Gather>;
-  return is_double_quantized(format) ? dequantize_kernel<T, Scheme::k4BitDQ, Gather> : dequantize_kernel<T, Scheme::k4Bit, Gather>;
+Kernel kernel_for(int32_t format, bool segments) {
+  if (format == kInt8) return kernel_for<T, Scheme::kInt8, Gather>(segments);
+  if (format == kFP8) return kernel_for<T, Scheme::kFP8, Gather>(segments);
+  return is_double_quantized(format) ? kernel_for<T, Scheme::k4BitDQ, Gather>(segments) : kernel_for<T, Scheme::k4Bit, Gather>(segments);
 }
 
 template <bool Gather>
-Kernel kernel_for(int32_t format, DType dtype) {
+Kernel kernel_for(int32_t format, DType dtype, bool segments) {
   switch (dtype) {
-    case DType::kFloat32: return kernel_for<float, Gather>(format);
-    case DType::kBFloat16: return kernel_for<BFloat16, Gather>(format);
-    default: return kernel_for<Float16, Gather>(format);
+    case DType::kFloat32: return kernel_for<float, Gather>(format, segments);
+    case DType::kBFloat16: return kernel_for<BFloat16, Gather>(format, segments);
+    default: return kernel_for<Float16, Gather>(format, segments);
   }
 }
 
@@ -211,15 +322,17 @@ cudaError_t launch_rows(DequantizeArgs args, int64_t rows, DType dtype, cudaStre
   if (is_4bit(l.format)) args.block_shift = log2_of(l.block_size);
   args.code_width = access_width(args.packed, l.row_bytes);
   args.store_width = access_width(args.output, l.in_features * (dtype == DType::kFloat32 ? 4 : 2));
+  const bool segments = args.code_width >= 8 && args.store_width >= 16 && l.in_features % kUnit == 0 &&
+                        l.in_features <= kSegmentMostColumns;
   const unsigned most = unsigned(multiprocessors()) * 16;
-  return for_each_tile(rows, units_of(l.in_features), [&](const Tile& tile) {
-    args.units = FastDivisor(uint32_t(tile.items));
-    args.total_units = uint32_t(tile.rows * tile.items);
+  return for_each_tile(rows, segments ? (l.in_features + kSegment - 1) / kSegment : units_of(l.in_features), [&](const Tile& tile) {
+    args.items = FastDivisor(uint32_t(tile.items));
+    args.total_items = uint32_t(tile.rows * tile.items);
     args.first_row = tile.first_row;
-    args.first_unit = tile.first_item;
-    constexpr unsigned kPerBlock = kThreads * kUnrollOf<Gather>;
-    const unsigned needed = (args.total_units + kPerBlock - 1) / kPerBlock;
-    return launch(kernel_for<Gather>(l.format, dtype), needed < most ? needed : most, 1, kThreads, 0, stream, args);
+    args.first_item = tile.first_item;
+    const unsigned per_block = segments ? kThreads / 32 : kThreads * kUnrollOf<Gather>;
+    const unsigned needed = (args.total_items + per_block - 1) / per_block;
+    return launch(kernel_for<Gather>(l.format, dtype, segments), needed < most ? needed : most, 1, kThreads, 0, stream, args);
   });
 }
 

@@ -36,6 +36,13 @@ cudaError_t launch_linear_small(const void* input, int64_t M, const uint8_t* pac
                                 DType dtype, const void* addend, int64_t addend_stride, void* output, float* partial,
                                 int64_t splits, cudaStream_t stream);
 
+// linear_backward_input for problems that backward_route sends here: grad (M, N) of dtype -> output (M, K). partial: float32
+// (splits, M, K), or null when splits is 1. addend: (M, K) of dtype, or null.
+int64_t linear_backward_small_splits(const RowLayout& layout, int64_t N);
+cudaError_t launch_linear_backward_small(const void* grad, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
+                                         DType dtype, const void* addend, void* output, float* partial, int64_t splits,
+                                         cudaStream_t stream);
+
 // Rows of args (error_feedback.h), device pointers.
 cudaError_t launch_error_feedback(const FeedbackArgs& args, int64_t rows, const RowLayout& layout, cudaStream_t stream);
 
@@ -43,6 +50,12 @@ cudaError_t launch_error_feedback(const FeedbackArgs& args, int64_t rows, const 
 // another kernel has made, or null: computed here. bias: (N,) of dtype or null.
 cudaError_t launch_int8_linear(const uint8_t* tokens, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
                                const int32_t* sums, DType dtype, const void* bias, void* output, cudaStream_t stream);
+
+// Operands of aten::_scaled_mm for fp8_linear (problems that fp8_linear_route.h lets through): codes (M, K) e4m3 and
+// token_scales (M,) of input (M, K) of dtype; row_scales (N,) of packed (N, row_bytes), fp8 rows, 16-byte aligned.
+int fp8_capability();  // compute capability of the current device, 10 * major + minor
+cudaError_t launch_fp8_operands(const void* input, DType dtype, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
+                                uint8_t* codes, float* token_scales, float* row_scales, cudaStream_t stream);
 
 // One step of every parameter of the table (optimizer_table.h). Device memory is read for the inputs and the step counts.
 cudaError_t launch_optimizer(OptimizerRule rule, const OptimizerTable& table, const OptimizerHyper& hyper,

@@ -15,7 +15,7 @@ Tensor linear_backward_input(const Tensor& grad_output, const Tensor& packed, in
                              int64_t in_features) {
   constexpr const char* op = "linear_backward_input";
   const RowLayout layout = checked_linear_backward(op, grad_output, packed, format, block_size, in_features);
-  return aten_matmul(grad_output, dense_weight(op, packed, layout, grad_output.scalar_type()));
+  return run_backward(op, grad_output, packed, std::nullopt, layout);
 }
 
 }  // namespace

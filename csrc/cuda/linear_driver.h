@@ -22,7 +22,7 @@ inline Tensor dense_weight(const char* op, const Tensor& packed, const RowLayout
   return weight;
 }
 
-// What linear_route.h decides on; input and packed are contiguous.
+// What linear_route.h decides on; input (grad_output in backward) and packed are contiguous.
 inline LinearProblem problem_of(const Tensor& input, const Tensor& packed, const RowLayout& layout) {
   LinearProblem p{};
   p.M = leading_numel(input);
@@ -31,7 +31,7 @@ inline LinearProblem problem_of(const Tensor& input, const Tensor& packed, const
   p.format = layout.format;
   p.block_size = layout.block_size;
   p.dtype = checked_dtype("linear", "input", input.scalar_type());
-  p.input_width = access_width(input.const_data_ptr(), p.K * int64_t(input.element_size()));
+  p.input_width = access_width(input.const_data_ptr(), input.size(input.dim() - 1) * int64_t(input.element_size()));
   p.packed_width = access_width(packed.const_data_ptr(), layout.row_bytes);
   return p;
 }
@@ -61,6 +61,30 @@ inline Tensor run_linear(const char* op, const Tensor& input, const Tensor& pack
     if (route(problem) == LinearRoute::kSmall) return small_linear(op, problem, x, w, addend, layout);
   }
   return aten_linear(input, dense_weight(op, packed, layout, input.scalar_type()), addend);
+}
+
+// grad_output (..., N) @ packed + addend (M, K), which goes with a grad_output of two dimensions.
+inline Tensor run_backward(const char* op, const Tensor& grad_output, const Tensor& packed, const std::optional<Tensor>& addend,
+                           const RowLayout& layout) {
+  const NoGradGuard no_grad;
+  if (leading_numel(grad_output) <= kSmallM) {
+    const Tensor grad = torch::stable::contiguous(grad_output), w = torch::stable::contiguous(packed);
+    const LinearProblem p = problem_of(grad, w, layout);
+    if (backward_route(p) == LinearRoute::kSmall) {
+      const LaunchScope scope(op, w);
+      const Tensor added = torch::stable::contiguous(addend ? *addend : grad);  // grad only stands for none
+      Tensor output = torch::stable::new_empty(grad, with_last_size(grad, p.K), grad.scalar_type());
+      const int64_t splits = linear_backward_small_splits(layout, p.N);
+      Tensor partial = splits > 1 ? torch::stable::new_empty(grad, {splits, p.M, p.K}, ScalarType::Float) : output;
+      scope.check(launch_linear_backward_small(grad.const_data_ptr(), p.M, w.const_data_ptr<uint8_t>(), p.N, layout, p.dtype,
+                                               addend ? added.const_data_ptr() : nullptr, output.mutable_data_ptr(),
+                                               splits > 1 ? partial.mutable_data_ptr<float>() : nullptr, splits, scope.stream()));
+      return output;
+    }
+  }
+  Tensor weight = dense_weight(op, packed, layout, grad_output.scalar_type());
+  if (!addend) return aten_matmul(grad_output, weight);
+  return aten_linear(grad_output, torch::stable::transpose(weight, 0, 1), addend);
 }
 
 }  // namespace halfbyte::cuda

@@ -1,4 +1,4 @@
-// Which way a linear takes on CUDA: a small table of named conditions, decided by shapes alone (a graph can hold it).
+// Which way linear and linear_backward_input take on CUDA: a small table of named conditions, decided by shapes alone (a graph can hold it).
 #pragma once
 
 #include <cstdint>
@@ -48,6 +48,26 @@ inline constexpr Obstacle kSmallObstacles[] = {
     {"N is 2^31 or more", [](const LinearProblem& p) { return p.N >= (int64_t(1) << 31) || p.K >= (int64_t(1) << 31); }},
 };
 
+// A reason why the small kernel of linear_backward_input cannot take a problem; there `input` is grad_output (M, N).
+inline constexpr Obstacle kBackwardObstacles[] = {
+    {"M > 16", [](const LinearProblem& p) { return p.M < 1 || p.M > kSmallM; }},
+    {"not a 4-bit format", [](const LinearProblem& p) { return !is_4bit(p.format); }},
+    // A lane takes 16 columns of 4 rows: all of them exist, or none.
+    {"K is not a multiple of 16", [](const LinearProblem& p) { return p.K % 16 != 0; }},
+    {"N is not a multiple of 4", [](const LinearProblem& p) { return p.N % 4 != 0 || p.N == 0; }},
+    {"float32 grad_output", [](const LinearProblem& p) { return p.dtype == DType::kFloat32; }},
+    {"grad_output is not 8-byte aligned", [](const LinearProblem& p) { return p.input_width < 8; }},
+    {"packed is not 8-byte aligned", [](const LinearProblem& p) { return p.packed_width < 8; }},
+    {"N or K is 2^30 or more", [](const LinearProblem& p) { return p.N >= (int64_t(1) << 30) || p.K >= (int64_t(1) << 30); }},
+};
+
+inline LinearRoute backward_route(const LinearProblem& problem) {
+  for (const Obstacle& obstacle : kBackwardObstacles) {
+    if (obstacle.applies(problem)) return LinearRoute::kDense;
+  }
+  return LinearRoute::kSmall;
+}
+
 inline LinearRoute route(const LinearProblem& problem) {
   for (const Obstacle& obstacle : kSmallObstacles) {
     if (obstacle.applies(problem)) return LinearRoute::kDense;
@@ -78,6 +98,17 @@ constexpr SmallPlan small_plan(int64_t N, int64_t K, int64_t multiprocessors) {
   const int64_t room = resident / plan.splits > 1 ? resident / plan.splits : 1;
   plan.grid = plan.tiles < room ? plan.tiles : room;
   return plan;
+}
+
+// How the small backward kernel covers (N, K): a CTA owns 256 columns and a contiguous range of steps of 16 rows.
+constexpr int64_t kBackwardColumns = 256;
+constexpr int64_t kBackwardRows = 16;
+
+constexpr int64_t backward_splits(int64_t N, int64_t K, int64_t multiprocessors) {
+  const int64_t tiles = (K + kBackwardColumns - 1) / kBackwardColumns, steps = (N + kBackwardRows - 1) / kBackwardRows;
+  const int64_t wanted = multiprocessors * kSmallResident / tiles > 1 ? multiprocessors * kSmallResident / tiles : 1;  // one wave
+  const int64_t most = steps / 16 > 1 ? steps / 16 : 1;  // at least 4 steps a warp
+  return wanted < most ? wanted : most;
 }
 
 }  // namespace halfbyte::cuda

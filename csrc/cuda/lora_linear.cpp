@@ -57,10 +57,8 @@ Tensor lora_linear_backward_input(const Tensor& grad_output, const Tensor& packe
   const int64_t tokens = leading_numel(grad_output);
   const Tensor low = torch::stable::to(torch::stable::reshape(grad_projected, {tokens, lora_A.size(0)}), dtype);
   const Tensor addend = aten_matmul(low, torch::stable::to(lora_A, dtype));
-  const Tensor weight = dense_weight(op, packed, layout, dtype);
   const Tensor grad = torch::stable::reshape(grad_output, {tokens, packed.size(0)});
-  return torch::stable::reshape(aten_linear(grad, torch::stable::transpose(weight, 0, 1), addend),
-                                with_last_size(grad_output, in_features));
+  return torch::stable::reshape(run_backward(op, grad, packed, addend, layout), with_last_size(grad_output, in_features));
 }
 
 }  // namespace

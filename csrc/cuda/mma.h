@@ -24,6 +24,59 @@ __device__ inline void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const
   }
 }
 
+// Two 16-bit products, each rounded to nearest even.
+template <class T>
+__device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  uint32_t d;
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    // sm_80 has no bf16 product of its own; -0 leaves every product as it is.
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+  } else {
+    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  }
+  return d;
+}
+
+// The same pointer, made once: ptxas would rather make it again in every turn of a loop than give it two registers.
+template <class T>
+__device__ inline const T* kept(const T* p) {
+  asm volatile("" : "+l"(p));
+  return p;
+}
+
+// One lane's column of a table [256][32] in shared memory.
+class LaneTable {
+ public:
+  __device__ explicit LaneTable(const uint32_t* table) : base_(uint32_t(__cvta_generic_to_shared(table)) + threadIdx.x % 32 * 4) {
+    asm volatile("" : "+r"(base_));  // made once, as in kept()
+  }
+  // The entry of byte `i` of `word`. Its address, base + 128 * byte, is one dot product of bytes; with the load 1 instruction a weight.
+  __device__ uint32_t decode(uint32_t word, int i) const {
+    uint32_t entry;
+    asm volatile("ld.shared.u32 %0, [%1];" : "=r"(entry) : "r"(__dp4a(word, 0x80u << (8 * i), base_)) : "memory");
+    return entry;
+  }
+
+ private:
+  uint32_t base_;
+};
+
+// A table of 256 floats in shared memory, looked up by the bytes of a word: address and load, like LaneTable.
+class ByteTable {
+ public:
+  __device__ explicit ByteTable(const float* table) : base_(uint32_t(__cvta_generic_to_shared(table))) {
+    asm volatile("" : "+r"(base_));
+  }
+  __device__ float at(uint32_t word, int i) const {
+    float entry;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(entry) : "r"(__dp4a(word, 4u << (8 * i), base_)) : "memory");
+    return entry;
+  }
+
+ private:
+  uint32_t base_;
+};
+
 // 8 bytes that are read once: they do not displace the activations in L1.
 __device__ inline uint2 load_once(const uint8_t* p) {
   uint2 v;

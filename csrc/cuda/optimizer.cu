@@ -5,6 +5,7 @@
 // scale, found_inf and the step counts are read from device memory: nothing waits for the host, a graph can be replayed.
 #include "kernels.h"
 #include "launch.h"
+#include "mma.h"
 #include "optimizer_elements.h"
 #include "optimizer_table.h"
 
@@ -60,16 +61,15 @@ struct Codes {
   __device__ uint32_t operator[](int i) const { return (word[i / 4] >> (8 * (i % 4))) & 0xFFu; }
 };
 
-__device__ inline Codes load_codes(const uint8_t* p, int count, bool vector) {
+// Missing ones are `zero`, the code of 0.0: with a gradient of 0 they change no maximum.
+__device__ inline Codes load_codes(const uint8_t* p, int count, bool vector, uint32_t zero) {
   if (vector && count == kUnit) {
     const uint2 v = *reinterpret_cast<const uint2*>(p);
     return {{v.x, v.y}};
   }
   Codes codes{{0, 0}};
 #pragma unroll
-  for (int i = 0; i < int(kUnit); ++i) {
-    if (i < count) codes.word[i / 4] |= uint32_t(p[i]) << (8 * (i % 4));
-  }
+  for (int i = 0; i < int(kUnit); ++i) codes.word[i / 4] |= (i < count ? uint32_t(p[i]) : zero) << (8 * (i % 4));
   return codes;
 }
 
@@ -84,14 +84,14 @@ __device__ inline void store_codes(uint8_t* p, const Codes& codes, int count, bo
   }
 }
 
-// The 16-bit pattern of a parameter, to nearest or stochastically.
-__device__ inline uint32_t narrow(float v, uint32_t dtype, bool stochastic, uint32_t random) {
-  if (dtype == uint32_t(DType::kBFloat16)) {
-    if (stochastic) return round_stochastic_bfloat16(v, random);
-    return static_cast<__nv_bfloat16_raw>(from_float<BFloat16>(v)).x;
-  }
-  if (stochastic) return round_stochastic_float16(v, random);
-  return static_cast<__half_raw>(from_float<Float16>(v)).x;
+// Two parameters as 16-bit patterns, to nearest.
+__device__ inline uint32_t narrow(float low, float high, uint32_t dtype) {
+  if (dtype == uint32_t(DType::kBFloat16))
+    return static_cast<__nv_bfloat16_raw>(from_float<BFloat16>(low)).x | uint32_t(static_cast<__nv_bfloat16_raw>(from_float<BFloat16>(high)).x) << 16;
+  return static_cast<__half_raw>(from_float<Float16>(low)).x | uint32_t(static_cast<__half_raw>(from_float<Float16>(high)).x) << 16;
+}
+__device__ inline uint32_t narrow_stochastic(float v, uint32_t dtype, uint32_t random) {
+  return dtype == uint32_t(DType::kBFloat16) ? round_stochastic_bfloat16(v, random) : round_stochastic_float16(v, random);
 }
 
 __device__ inline void store_params(const TableEntry& t, int64_t start, int count, const OptimizerScalars& s,
@@ -109,18 +109,20 @@ __device__ inline void store_params(const TableEntry& t, int64_t start, int coun
     }
     return;
   }
-  const uint64_t index = t.element_offset + uint64_t(start);
-  Philox now{}, next{};
-  if (s.stochastic) {
-    now = philox(index / 8, s.step, s.seed);
-    if (index % 8 != 0) next = philox(index / 8 + 1, s.step, s.seed);
-  }
   uint32_t word[kUnit / 2] = {};
+  if (s.stochastic) {
+    const uint64_t index = t.element_offset + uint64_t(start);
+    const Philox now = philox(index / 8, s.step, s.seed);
+    Philox next{};
+    if (index % 8 != 0) next = philox(index / 8 + 1, s.step, s.seed);
 #pragma unroll
-  for (int i = 0; i < int(kUnit); ++i) {
-    const uint32_t at = uint32_t(index % 8) + unsigned(i);
-    const uint32_t random = at < 8 ? random16(now, at) : random16(next, at % 8);
-    word[i / 2] |= narrow(values[i], t.param_dtype, s.stochastic, random) << (16 * (i % 2));
+    for (int i = 0; i < int(kUnit); ++i) {
+      const uint32_t at = uint32_t(index % 8) + unsigned(i);
+      word[i / 2] |= narrow_stochastic(values[i], t.param_dtype, at < 8 ? random16(now, at) : random16(next, at % 8)) << (16 * (i % 2));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < int(kUnit) / 2; ++i) word[i] = narrow(values[2 * i], values[2 * i + 1], t.param_dtype);
   }
   uint16_t* p = static_cast<uint16_t*>(t.param) + start;
   if (t.vector && count == kUnit) {
@@ -141,17 +143,18 @@ __device__ inline uint32_t group_max(uint32_t value, uint32_t lanes) {
 }
 
 template <bool SIGNED>
-__device__ inline Codes encode_unit(const MapTables& map, const float (&values)[kUnit], const BlockEncoder& block) {
-  const DynamicMap& full = kMaps[SIGNED ? 0 : 1];
+__device__ inline Codes encode_unit(const ClassTables& tables, const float (&values)[kUnit], const BlockEncoder& block) {
+  uint32_t code[kUnit];
+  encode_moments<SIGNED>(tables, kMaps[SIGNED ? 0 : 1].midpoint, block, values, code);
   Codes codes{{0, 0}};
 #pragma unroll
-  for (int i = 0; i < int(kUnit); ++i)
-    codes.word[i / 4] |= encode_moment<SIGNED>(map, full.guess_offset, full.midpoint, block, values[i]) << (8 * (i % 4));
+  for (int i = 0; i < int(kUnit); ++i) codes.word[i / 4] |= code[i] << (8 * (i % 4));
   return codes;
 }
 
 template <OptimizerRule RULE>
-__device__ inline void update_task(const TableEntry& t, uint32_t task, const MapTables* maps, const OptimizerScalars& s) {
+__device__ inline void update_task(const TableEntry& t, uint32_t task, const ClassTables* classes, const ByteTable (&values)[2],
+                                   const OptimizerScalars& s) {
   constexpr bool kTwo = RULE == OptimizerRule::kAdamW || RULE == OptimizerRule::kAdam;
   const uint32_t lane = threadIdx.x % 32, lanes = t.lanes;
   const uint32_t block = task * (32 / lanes) + lane / lanes;  // below 2^31 + 32
@@ -164,35 +167,43 @@ __device__ inline void update_task(const TableEntry& t, uint32_t task, const Map
   float param[kUnit], grad[kUnit], first[kUnit], second[kUnit];
   load_unit(t.param, t.param_dtype, start, count, t.vector, param);
   load_unit(t.grad, t.grad_dtype, start, count, t.vector, grad);
-  const Codes first_codes = load_codes(t.codes[0] + start, count, t.vector);
-  const Codes second_codes = kTwo ? load_codes(t.codes[1] + start, count, t.vector) : Codes{{0, 0}};
+  const Codes first_codes = load_codes(t.codes[0] + start, count, t.vector, 127);
+  const Codes second_codes = kTwo ? load_codes(t.codes[1] + start, count, t.vector, 0) : Codes{{0, 0}};
   const float first_scale = present ? t.scales[0][block] : 0.0f;
   const float second_scale = kTwo && present ? t.scales[1][block] : 0.0f;
 
   uint32_t first_max = 0, second_max = 0;
 #pragma unroll
   for (int i = 0; i < int(kUnit); ++i) {
-    const Updated u = update_element<RULE>(s, param[i], grad[i], decode_signed(maps[0], first_codes[i]), first_scale,
-                                           kTwo ? decode_unsigned(maps[1], second_codes[i]) : 0.0f, second_scale);
+    const Updated u = update_element<RULE>(s, param[i], grad[i], values[0].at(first_codes.word[i / 4], i % 4), first_scale,
+                                           kTwo ? values[1].at(second_codes.word[i / 4], i % 4) : 0.0f, second_scale);
     param[i] = u.param;
     first[i] = u.first;
     second[i] = u.second;
-    if (i < count) {
-      first_max = max(first_max, float_bits(u.first) & 0x7FFFFFFFu);
-      if (kTwo) second_max = max(second_max, float_bits(u.second) & 0x7FFFFFFFu);
+    first_max = max(first_max, float_bits(u.first) & 0x7FFFFFFFu);
+    if (kTwo) second_max = max(second_max, float_bits(u.second) & 0x7FFFFFFFu);
+  }
+  if (max(first_max, second_max) >= 0x7F800000u) {  // rare: some are not finite
+    first_max = second_max = 0;
+#pragma unroll
+    for (int i = 0; i < int(kUnit); ++i) {
+      restart_unless_finite(first[i], second[i]);
+      first_max = max(first_max, float_bits(first[i]) & 0x7FFFFFFFu);
+      if (kTwo) second_max = max(second_max, float_bits(second[i]) & 0x7FFFFFFFu);
     }
   }
+  __syncwarp();
   first_max = group_max(first_max, lanes);
   if (kTwo) second_max = group_max(second_max, lanes);
   if (count == 0) return;
 
   store_params(t, start, count, s, param);
   const BlockEncoder first_block = block_encoder(first_max);
-  store_codes(t.codes[0] + start, encode_unit<true>(maps[0], first, first_block), count, t.vector);
+  store_codes(t.codes[0] + start, encode_unit<true>(classes[0], first, first_block), count, t.vector);
   if (lane % lanes == 0) t.scales[0][block] = first_block.scale;
   if constexpr (kTwo) {
     const BlockEncoder second_block = block_encoder(second_max);
-    store_codes(t.codes[1] + start, encode_unit<false>(maps[1], second, second_block), count, t.vector);
+    store_codes(t.codes[1] + start, encode_unit<false>(classes[1], second, second_block), count, t.vector);
     if (lane % lanes == 0) t.scales[1][block] = second_block.scale;
   }
 }
@@ -214,16 +225,16 @@ __device__ inline int find_entry(const OptimizerTable& table, uint32_t task) {
 template <OptimizerRule RULE>
 __global__ void __launch_bounds__(kThreads, kResident)
     optimizer_kernel(const __grid_constant__ OptimizerTable table, const OptimizerHyper hyper, const OptimizerInputs inputs) {
-  __shared__ MapTables maps[2];
+  __shared__ ClassTables classes[2];
+  __shared__ float decoded[2][256];
   __shared__ OptimizerScalars scalars[kWarps];  // of the step count that each warp works with
-  if (threadIdx.x < 64) {
-    const DynamicMap& map = kMaps[threadIdx.x / 32];
-    const uint32_t i = threadIdx.x % 8, which = threadIdx.x % 32 / 8;
-    MapTables& to = maps[threadIdx.x / 32];
-    (which == 0 ? to.A : which == 1 ? to.B : which == 2 ? to.J : to.above)[i] =
-        which == 0 ? map.A[i] : which == 1 ? map.B[i] : which == 2 ? map.J[i] : map.above[i];
+  for (uint32_t i = threadIdx.x; i < 256; i += kThreads) {
+    decoded[0][i] = decode_signed(kMaps[0], i);
+    decoded[1][i] = decode_unsigned(kMaps[1], i);
+    fill_classes(classes[i / kExponents], kMaps[i / kExponents], i % kExponents);
   }
   __syncthreads();
+  const ByteTable values[2] = {ByteTable(decoded[0]), ByteTable(decoded[1])};
   if (inputs.found_inf && *inputs.found_inf != 0.0f) return;
   const double lr = inputs.lr ? double(*inputs.lr) : hyper.lr;
   const double grad_scale = inputs.grad_scale ? double(*inputs.grad_scale) : 1.0;
@@ -239,7 +250,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
       __syncwarp();
       known_step = step;
     }
-    update_task<RULE>(t, task - t.first_task, maps, scalars[warp]);
+    update_task<RULE>(t, task - t.first_task, classes, values, scalars[warp]);
   }
 }
 

@@ -39,32 +39,46 @@ HALFBYTE_HD inline float sqrt_ftz(float a) { return __builtin_sqrtf(flush(a)); }
 
 // ---- the dynamic map (dynamic_map.h) ----
 
-// The small tables of one map: 8 floats each, so that a warp's look-ups never conflict in shared memory.
-struct MapTables {
-  float A[8], B[8], J[8], above[8];
-};
-
-HALFBYTE_HD inline float decode_signed(const MapTables& map, uint32_t code) {
+HALFBYTE_HD inline float decode_signed(const DynamicMap& map, uint32_t code) {
   const float d = float(int32_t(code) - 127);
   const uint32_t e = (float_bits(d) >> 23) & 7u, sign = float_bits(d) & 0x80000000u;
   const float value = fma_ftz(d, map.B[e], bits_float(float_bits(map.A[e]) ^ sign));
   return d != 0.0f ? value : 0.0f;
 }
 
-HALFBYTE_HD inline float decode_unsigned(const MapTables& map, uint32_t code) {
+HALFBYTE_HD inline float decode_unsigned(const DynamicMap& map, uint32_t code) {
   const float m = float(code + 1);
   const uint32_t e = (float_bits(m) >> 23) & 7u;
   return fma_ftz(m, map.B[e], map.A[e]);
 }
 
-// Magnitude of a >= 0; `near` is set where a lies within a few ulps of a midpoint, and the caller must settle it.
+// The encoder's classes by the exponent of a magnitude, which is at most about 1: a power of two to the next holds one boundary
+// of classes at most. Neighbouring exponents lie in neighbouring banks.
+constexpr int kExponents = 128;
+struct ClassTables {
+  float above[kExponents];      // a > above: the class after `first`
+  float J[2][kExponents];       // of the class `first`, and of the one after it
+  uint32_t first[kExponents];
+};
+HALFBYTE_HD inline void fill_classes(ClassTables& tables, const DynamicMap& map, uint32_t exponent) {
+  uint32_t c = 0;
+  while (c < 7 && bits_float(exponent << 23) > map.above[c]) ++c;
+  const bool ends = c < 7 && (float_bits(map.above[c]) >> 23) == exponent;
+  tables.above[exponent] = ends ? map.above[c] : 3e38f;
+  tables.J[0][exponent] = map.J[c];
+  tables.J[1][exponent] = map.J[ends ? c + 1 : c];
+  tables.first[exponent] = c;
+}
+
+// Magnitude of 0 <= a <= 1.0000001; `near` is set where a lies within a few ulps of a midpoint, and the caller must settle it.
 template <bool SIGNED>
-HALFBYTE_HD inline uint32_t magnitude_of(const MapTables& map, int32_t guess_offset, float a, bool& near) {
+HALFBYTE_HD inline uint32_t magnitude_of(const ClassTables& tables, float a, bool& near) {
   constexpr uint32_t kFirst = SIGNED ? 0 : 1;
-  const uint32_t upper = float_bits(a) >> 16, offset = uint32_t(guess_offset);
-  const uint32_t guess = (upper > offset ? upper - offset : 0u) * 153u >> 16;
-  const uint32_t c = guess + (a > map.above[guess & 7u] ? 1u : 0u);
-  const float w = fma_ftz(a, map.J[c & 7u], float(8.0 / 9.0));
+  const uint32_t exponent = float_bits(a) >> 23;
+  const bool next = a > tables.above[exponent];
+  const float low = tables.J[0][exponent], high = tables.J[1][exponent];
+  const uint32_t c = tables.first[exponent] + (next ? 1u : 0u);
+  const float w = fma_ftz(a, next ? high : low, float(8.0 / 9.0));
   const uint32_t fraction = float_bits(w) << ((c + 9 + kFirst) & 31u);
   near = near || fraction + kNearTie < 2 * kNearTie;
   float clamped = w < 1.99999988f ? w : 1.99999988f;
@@ -93,20 +107,45 @@ HALFBYTE_HD inline BlockEncoder block_encoder(uint32_t absmax_bits) {
   return {scale, prescale, div_ftz(1.0f, mul_ftz(scale, prescale)), true};
 }
 
+// The code of magnitude m for a (prescaled) value; an unsigned one of what is not positive is 0.
 template <bool SIGNED>
-HALFBYTE_HD inline uint32_t encode_moment(const MapTables& map, int32_t guess_offset, const float* midpoint,
-                                          const BlockEncoder& block, float x) {
-  if (!block.coded) return SIGNED ? 127u : 0u;
-  const bool negative = float_bits(x) >> 31;
-  const float scaled = mul_ftz(bits_float(float_bits(x) & (SIGNED ? 0x7FFFFFFFu : 0xFFFFFFFFu)), block.prescale);
-  if (!SIGNED && !(scaled > 0.0f)) return 0u;
-  const float a = mul_ftz(scaled, block.factor);
-  bool near = false;
-  uint32_t m = magnitude_of<SIGNED>(map, guess_offset, a, near);
-  if (near) m = settle<SIGNED>(midpoint, a, m, negative);
-  if (!SIGNED) return (m < 256u ? m : 256u) - 1u;
-  const int32_t code = negative ? 127 - int32_t(m) : 127 + int32_t(m);
+HALFBYTE_HD inline uint32_t code_of(uint32_t m, float x) {
+  if (!SIGNED) return x >= 0x1p-126f ? (m < 256u ? m : 256u) - 1u : 0u;
+  const int32_t code = float_bits(x) >> 31 ? 127 - int32_t(m) : 127 + int32_t(m);
   return uint32_t(code < 0 ? 0 : code > 255 ? 255 : code);
+}
+
+// The codes of values of one block. Ties, and scales whose reciprocal would be subnormal, are rare: branches for all values.
+template <bool SIGNED, int COUNT>
+HALFBYTE_HD inline void encode_moments(const ClassTables& tables, const float* midpoint, const BlockEncoder& block,
+                                       const float (&x)[COUNT], uint32_t (&codes)[COUNT]) {
+  float value[COUNT];
+  bool near = false;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int i = 0; i < COUNT; ++i) value[i] = x[i];
+  if (block.prescale != 1.0f) {
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int i = 0; i < COUNT; ++i) value[i] = mul_ftz(x[i], block.prescale);
+  }
+  const auto normalized = [&](float v) { return mul_ftz(fabsf(v), block.factor); };
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int i = 0; i < COUNT; ++i) codes[i] = magnitude_of<SIGNED>(tables, normalized(value[i]), near);
+  if (near) {
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int i = 0; i < COUNT; ++i) codes[i] = settle<SIGNED>(midpoint, normalized(value[i]), codes[i], float_bits(x[i]) >> 31);
+  }
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int i = 0; i < COUNT; ++i) codes[i] = !block.coded ? (SIGNED ? 127u : 0u) : code_of<SIGNED>(codes[i], value[i]);
 }
 
 // ---- the rules ----
@@ -138,9 +177,12 @@ HALFBYTE_HD inline Updated update_element(const OptimizerScalars& s, float param
   } else {
     out.param = fma_ftz(-s.step_size, s.nesterov ? fma_ftz(s.momentum, out.first, g) : out.first, param);
   }
-  // Moments that are not both finite start over, and leave their block's scales alone.
-  if (!is_finite(out.first) || !is_finite(out.second)) out.first = out.second = 0.0f;
   return out;
+}
+
+// Moments that are not both finite start over, and leave their block's scales alone.
+HALFBYTE_HD inline void restart_unless_finite(float& first, float& second) {
+  if (!is_finite(first) || !is_finite(second)) first = second = 0.0f;
 }
 
 // ---- stochastic rounding: by (seed, step, global element index) alone ----

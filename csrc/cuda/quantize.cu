@@ -3,10 +3,11 @@
 // nf4, fp4: `lanes` threads of a warp own one block; each takes units of 8 elements (one 16-byte load of 16-bit inputs, one
 // 4-byte store of codes), so a block of 64 is 8 lanes and its absmax three shuffles. Up to 256 elements stay in registers,
 // larger blocks are read again, from L1. -dq, int8 and fp8 have one scale (or step and low) per row: one CTA per row.
-#include "elements.h"
-#include "geometry.h"
+//
+// quantize_segments_kernel is the way of nf4 and fp4 weights of a model (blocks of up to 256, rows of whole 16-byte loads): a warp
+// takes 1024 elements of one row, addresses are made once per 32 of a lane, and the encoder's table lies in the lanes of the warp.
 #include "kernels.h"
-#include "launch.h"
+#include "row_units.h"
 
 namespace halfbyte::cuda {
 namespace {
@@ -20,50 +21,17 @@ struct QuantizeArgs {
   uint8_t* packed;
   RowLayout layout;
   int64_t first_row;     // of this tile
-  int64_t first_block;   // of this tile
+  int64_t first_block;   // of this tile; a block may be a segment
   int64_t rows;          // of this tile
   FastDivisor blocks;    // per row of this tile
   uint32_t total_blocks; // of this tile
+  int block_shift;       // log2 of the block size (segments)
   int lanes;             // threads that share a block: 4..32
   int units;             // units of a full block, a multiple of lanes
   int load_width;        // bytes an input load may take
   EncodeTable table;
+  LaneBuckets lane_buckets;
 };
-
-template <class T>
-struct alignas(16) Vector16 {
-  T value[16 / sizeof(T)];
-};
-
-// Elements of one unit as floats; missing ones are 0, which changes no absmax and is overwritten by no code.
-template <class T>
-__device__ inline void load_unit(const T* source, int count, int width, float (&values)[kUnit]) {
-  if (count == kUnit && width >= 16) {
-    constexpr int kPerLoad = 16 / int(sizeof(T));
-#pragma unroll
-    for (int p = 0; p < kUnit / kPerLoad; ++p) {
-      const Vector16<T> loaded = reinterpret_cast<const Vector16<T>*>(source)[p];
-#pragma unroll
-      for (int i = 0; i < kPerLoad; ++i) values[p * kPerLoad + i] = to_float(loaded.value[i]);
-    }
-    return;
-  }
-#pragma unroll
-  for (int i = 0; i < int(kUnit); ++i) values[i] = i < count ? to_float(source[i]) : 0.0f;
-}
-
-__device__ inline uint32_t largest_bits(const float (&values)[kUnit]) {
-  uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < int(kUnit); ++i) largest = max(largest, float_bits(values[i]) & 0x7FFFFFFFu);
-  return largest;
-}
-
-// Maximum over groups of `lanes` neighbouring threads; every thread of the warp must call it.
-__device__ inline uint32_t group_max(uint32_t value, int lanes) {
-  for (int offset = lanes / 2; offset > 0; offset /= 2) value = max(value, __shfl_xor_sync(0xFFFFFFFFu, value, offset));
-  return value;
-}
 
 __device__ inline int clamp_count(int64_t left) { return left <= 0 ? 0 : left < kUnit ? int(left) : int(kUnit); }
 
@@ -155,16 +123,90 @@ __global__ void __launch_bounds__(kThreads) quantize_blocks_kernel(const Quantiz
   }
 }
 
-// Maximum over the CTA; `shared` has one word per warp.
-__device__ inline uint32_t cta_max(uint32_t value, uint32_t* shared) {
-  value = group_max(value, 32);
-  __syncthreads();  // the previous use of `shared` is over
-  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
-  __syncthreads();
-  uint32_t result = 0;
+constexpr int kSegmentUnits = 4;                          // of a lane
+constexpr int64_t kSegment = 32 * kSegmentUnits * kUnit;  // 1024 elements of one row
+constexpr int64_t kSegmentMostColumns = (int64_t(1) << 31) - kSegment;  // columns are 32-bit there
+
+// Codes of 8 values that the block's scale has normalized; every lane of the warp takes part. Given: the scale did not come from
+// the values themselves, so that some may lie outside [-1, 1], where a bucket would come round again.
+template <bool FP4, bool Given>
+__device__ inline uint32_t encode_unit(float lane_threshold, uint32_t lane_rank, const float (&v)[kUnit]) {
+  uint32_t word = 0;
 #pragma unroll
-  for (int w = 0; w < kWarps; ++w) result = max(result, shared[w]);
-  return result;
+  for (int i = 0; i < int(kUnit); ++i) {
+    const float position = FP4 ? bits_float(float_bits(v[i]) & 0x7FFFFFFFu) : v[i];
+    const float inside = !Given ? position : position > 1.0f ? 1.0f : position < -1.0f ? -1.0f : position;
+    const int bucket = int(float_bits(fma_rn(inside, 15.0f, 12582928.0f)));  // bucket_of, unmasked
+    const float threshold = __shfl_sync(0xFFFFFFFFu, lane_threshold, bucket);
+    const uint32_t rank = __shfl_sync(0xFFFFFFFFu, lane_rank, bucket);
+    const int shift = 8 * (i / 2) + (i % 2 ? 0 : 4);
+    if constexpr (FP4) {
+      uint32_t code = kFP4CodesByRank >> (4 * (rank + (position > threshold ? 1u : 0u))) & 7u;
+      if (v[i] < 0.0f && code != 0) code |= 8u;
+      word |= code << shift;
+    } else {
+      word += rank << shift;
+      if (position > threshold) word += 1u << shift;
+    }
+  }
+  return word;
+}
+
+template <class T, bool FP4, bool Given>
+__global__ void __launch_bounds__(kThreads, 4) quantize_segments_kernel(const QuantizeArgs a) {
+  constexpr int kStride = 32 * int(kUnit);
+  const RowLayout& l = a.layout;
+  const uint32_t lane = threadIdx.x % 32, columns = uint32_t(l.in_features);
+  const float lane_threshold = a.lane_buckets.threshold[lane];
+  const uint32_t lane_rank = a.lane_buckets.rank[lane];
+  for (uint32_t segment = blockIdx.x * kWarps + threadIdx.x / 32; segment < a.total_blocks; segment += gridDim.x * kWarps) {
+    const uint32_t tile_row = a.blocks.quotient(segment);
+    const uint32_t column = (uint32_t(a.first_block) + (segment - tile_row * a.blocks.divisor)) * uint32_t(kSegment) + lane * uint32_t(kUnit);
+    const int64_t r = a.first_row + tile_row;
+    const T* input = static_cast<const T*>(a.input) + r * l.in_features + column;
+    uint8_t* row = a.packed + r * l.row_bytes;
+    uint8_t* codes = row + column / 2;
+    float* scales = reinterpret_cast<float*>(row + l.scales_offset);
+    const bool first = column % uint32_t(l.block_size) == 0;  // of its block; a unit further is 256 elements, whole blocks
+    float v[kSegmentUnits][kUnit];
+    uint32_t largest[kSegmentUnits];
+#pragma unroll
+    for (int u = 0; u < kSegmentUnits; ++u) {
+      load_unit(input + u * kStride, column + u * kStride < columns ? int(kUnit) : 0, 16, v[u]);
+      largest[u] = largest_bits(v[u]);
+    }
+    for (int offset = a.lanes / 2; offset > 0; offset /= 2) {
+#pragma unroll
+      for (int u = 0; u < kSegmentUnits; ++u) largest[u] = max(largest[u], __shfl_xor_sync(0xFFFFFFFFu, largest[u], offset));
+    }
+    float scale[kSegmentUnits];
+    bool plain = true;  // all of the lane's scales have a reciprocal: hardly ever false
+#pragma unroll
+    for (int u = 0; u < kSegmentUnits; ++u) {
+      const int64_t block = (column + u * kStride) >> a.block_shift;
+      const bool given = Given && column + u * kStride < columns;
+      scale[u] = block_scale(largest[u], given ? a.scales + r * l.num_blocks + block : nullptr);
+      plain = plain && scale[u] > 0.0f && !Normalizer(scale[u]).divide;
+    }
+#pragma unroll
+    for (int u = 0; u < kSegmentUnits; ++u) {
+      if (plain) {
+#pragma unroll
+        for (int i = 0; i < int(kUnit); ++i) v[u][i] = Normalizer(scale[u]).product(v[u][i]);
+      } else {
+        normalize_unit(Normalizer(scale[u]), v[u]);
+      }
+    }
+    __syncwarp();
+#pragma unroll
+    for (int u = 0; u < kSegmentUnits; ++u) {
+      const uint32_t word = encode_unit<FP4, Given>(lane_threshold, lane_rank, v[u]);
+      if (column + u * kStride >= columns) continue;
+      *reinterpret_cast<uint32_t*>(codes + u * kStride / 2) = word;
+      if (first) scales[(column + u * kStride) >> a.block_shift] = scale[u];
+    }
+    if (column == 0) store_padding(row, l, l.code_bytes, l.scales_offset + 4 * l.num_blocks);
+  }
 }
 
 // A -dq row: pass 1 finds the smallest and largest absmax, pass 2 encodes; the row is read four times, three from cache.
@@ -222,21 +264,15 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_dq_kernel(const Quanti
 }
 
 template <bool FP8>
-__device__ inline void store_codes_8bit(const float (&values)[kUnit], int count, float scale, uint8_t* target) {
-  const bool coded = scale > 0.0f;
-  const RowNormalizer normalize(scale, FP8 ? kFP8Max : kInt8Max);
-  uint32_t word[2] = {0, 0};
-#pragma unroll
-  for (int i = 0; i < int(kUnit); ++i) {
-    const float v = coded ? normalize(values[i]) : 0.0f;
-    word[i / 4] |= (!coded ? 0u : FP8 ? float_to_fp8(v) : float_to_int8(v)) << (8 * (i % 4));
-  }
+__device__ inline void store_codes_8bit(float (&values)[kUnit], int count, const RowNormalizer& normalize, uint8_t* target) {
+  normalize_unit(normalize, values);
+  const uint2 words = codes_of<FP8>(values);
   if (count == kUnit) {
-    *reinterpret_cast<uint2*>(target) = make_uint2(word[0], word[1]);
+    *reinterpret_cast<uint2*>(target) = words;
   } else {
 #pragma unroll
     for (int i = 0; i < int(kUnit); ++i) {
-      if (i < count) target[i] = uint8_t(word[i / 4] >> (8 * (i % 4)));
+      if (i < count) target[i] = uint8_t((i < 4 ? words.x : words.y) >> (8 * (i % 4)));
     }
   }
 }
@@ -258,10 +294,11 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_8bit_kernel(const Quan
       largest = max(largest, largest_bits(values));
     }
     const float scale = block_scale(cta_max(largest, shared), a.scales ? a.scales + r : nullptr);
+    const RowNormalizer normalize(scale, FP8 ? kFP8Max : kInt8Max);
     for (int64_t u = threadIdx.x; u < units; u += kThreads) {
       const int count = clamp_count(l.in_features - u * kUnit);
       load_unit(input + u * kUnit, count, a.load_width, values);
-      store_codes_8bit<FP8>(values, count, scale, row + u * kUnit);
+      store_codes_8bit<FP8>(values, count, normalize, row + u * kUnit);
     }
     if (threadIdx.x == 0) {
       store_float(row + l.scales_offset, scale);
@@ -292,6 +329,20 @@ Kernel kernel_for(DType dtype, int32_t format, bool registers) {
   }
 }
 
+template <class T>
+Kernel segments_kernel_for(bool fp4, bool given) {
+  if (fp4) return given ? quantize_segments_kernel<T, true, true> : quantize_segments_kernel<T, true, false>;
+  return given ? quantize_segments_kernel<T, false, true> : quantize_segments_kernel<T, false, false>;
+}
+
+Kernel segments_kernel_for(DType dtype, bool fp4, bool given) {
+  switch (dtype) {
+    case DType::kFloat32: return segments_kernel_for<float>(fp4, given);
+    case DType::kBFloat16: return segments_kernel_for<BFloat16>(fp4, given);
+    default: return segments_kernel_for<Float16>(fp4, given);
+  }
+}
+
 }  // namespace
 
 cudaError_t launch_quantize(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
@@ -307,17 +358,25 @@ cudaError_t launch_quantize(const void* input, DType dtype, const float* scales,
     args.lanes = args.units < 32 ? args.units : 32;
     args.table = make_encode_table(layout.format);
   }
-  const Kernel kernel = kernel_for(dtype, layout.format, args.units == args.lanes);
-  const int64_t most = int64_t(multiprocessors()) * 32;
   const bool by_block = layout.format == kNF4 || layout.format == kFP4;
-  return for_each_tile(rows, by_block ? layout.num_blocks : 1, [&](const Tile& tile) {
+  const bool segments = by_block && args.units == args.lanes && args.load_width >= 16 && layout.in_features % kUnit == 0 &&
+                        layout.in_features <= kSegmentMostColumns;
+  if (segments) {
+    args.block_shift = log2_of(layout.block_size);
+    args.lane_buckets = make_lane_buckets(layout.format);
+  }
+  const Kernel kernel = segments ? segments_kernel_for(dtype, is_fp4(layout.format), scales != nullptr)
+                                 : kernel_for(dtype, layout.format, args.units == args.lanes);
+  const int64_t items = segments ? (layout.in_features + kSegment - 1) / kSegment : by_block ? layout.num_blocks : 1;
+  const int64_t per_cta = segments ? kWarps : by_block ? kThreads / args.lanes : 1;
+  const int64_t most = int64_t(multiprocessors()) * 32;
+  return for_each_tile(rows, items, [&](const Tile& tile) {
     args.first_row = tile.first_row;
     args.rows = tile.rows;
     args.first_block = tile.first_item;
     args.blocks = FastDivisor(uint32_t(tile.items));
     args.total_blocks = uint32_t(tile.rows * tile.items);
-    const int64_t groups = kThreads / (by_block ? args.lanes : kThreads);
-    const int64_t needed = (int64_t(args.total_blocks) + groups - 1) / groups;
+    const int64_t needed = (int64_t(args.total_blocks) + per_cta - 1) / per_cta;
     return launch(kernel, unsigned(needed < most ? needed : most), 1, kThreads, 0, stream, args);
   });
 }

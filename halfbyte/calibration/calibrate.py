@@ -160,12 +160,13 @@ class _Run:
         folder: Folder | None,
         bar: bool,
     ) -> None:
-        self.source, self.format, self.method, self.folder, self.bar = source, format, method, folder, bar
+        self.source, self.format, self.method, self.folder = source, format, method, folder
         self.ids = ids.split(batch_size)
         host: Any = source.model
         self.device = host.get_input_embeddings().weight.device
         self.reasons = skip.of_model(source.model)
         self.layers: list[CalibratedLayer] = list(folder.layers) if folder else []
+        self.bar = self._progress_bar() if bar else None
         if not any(self._layers_of(index) for index in range(len(source.blocks))):
             names = [name for name, m in source.model.named_modules() if m in self.reasons]
             raise QuantizationError(
@@ -190,7 +191,6 @@ class _Run:
                 self._restore(index)
             assert self.folder is not None
             hidden = self.folder.hidden(first, tuple(hidden.shape), hidden.dtype)
-        bar = self._progress_bar(first)
         for index in range(first, len(source.blocks)):
             source.load(index)
             block, layers = source.blocks[index], self._layers_of(index)
@@ -211,9 +211,8 @@ class _Run:
                 self.folder.write_shard(index, *source.tensors(index))
                 self.folder.finish_block(index, self.layers)
             source.release(index)
-            self._show(bar)
-        if bar is not None:
-            bar.close()
+        if self.bar is not None:
+            self.bar.close()
 
     def _entering(self) -> tuple[Tensor, list[list[Call]]]:
         """Hidden states that enter the first block, and for each batch how the model calls its blocks.
@@ -274,11 +273,11 @@ class _Run:
         found = solved.get(owner) if owner is not None and note is None else None
         if found is None:
             note = note or "its inputs are all 0 or too large for float32"
-            self.layers.append(CalibratedLayer(name, seen, None, None, dropped_tokens=dropped, note=note))
+            self._record(CalibratedLayer(name, seen, None, None, dropped_tokens=dropped, note=note))
             return quantize(dense, self.format)
         rows = calibrated_rows(dense, found, self.format, self.method)
         measured = (rows.plain_error, rows.error, found.dead, dropped, found.damping)
-        self.layers.append(CalibratedLayer(name, seen, *measured, rows.note))
+        self._record(CalibratedLayer(name, seen, *measured, rows.note))
         return rows.packed
 
     def rest(self) -> None:
@@ -301,19 +300,22 @@ class _Run:
         if self.folder is not None:
             self.folder.write_shard(len(source.blocks), *source.tensors(None))
 
-    def _progress_bar(self, first: int) -> Any:
-        if not self.bar:
-            return None
+    def _progress_bar(self) -> Any:
+        """A bar over all weights of the blocks; those of an interrupted run are done."""
         try:
             from tqdm.auto import tqdm
         except ImportError as error:
             raise ImportError("calibrate: progress=True needs tqdm; pip install tqdm") from error
-        return tqdm(total=len(self.source.blocks), initial=first, desc="calibrating", unit="block")
+        blocks = [self._layers_of(index) for index in range(len(self.source.blocks))]
+        total = sum(len(weights_of(name, layer)) for layers in blocks for name, layer in layers.items())
+        return tqdm(total=total, initial=len(self.layers), desc="calibrating", unit="weight", dynamic_ncols=True)
 
-    def _show(self, bar: Any) -> None:
-        if bar is None:
+    def _record(self, layer: CalibratedLayer) -> None:
+        """Enters a weight into the report and shows its errors, before and after, in the bar."""
+        self.layers.append(layer)
+        if self.bar is None:
             return
-        last = self.layers[-1]
-        if last.error is not None and last.plain_error is not None:
-            bar.set_postfix_str(f"{last.name.rpartition('.')[2]} {last.plain_error:.4f} -> {last.error:.4f}")
-        bar.update()
+        name = layer.name.removeprefix(f"{self.source.prefix}.")
+        measured = layer.error is not None and layer.plain_error is not None
+        self.bar.set_postfix_str(f"{name} {layer.plain_error:.4f} -> {layer.error:.4f}" if measured else f"{name} plain")
+        self.bar.update()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from halfbyte.checkpoint.files import INDEX, VERSION, Checkpoint
-from halfbyte.checkpoint.folder import write_folder
+from halfbyte.checkpoint.folder import sweep, temporary_of, write_folder
 from halfbyte.checkpoint.sources import CheckpointSource, Entry
 from halfbyte.errors import QuantizationError
 
@@ -92,8 +92,10 @@ class Cache:
             OSError: it can't be written.
             QuantizationError: the source is damaged, or changed meanwhile.
         """
-        own = self.folder.with_name(f".{self.folder.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+        own = temporary_of(self.folder)
         try:
+            if self.folder.parent.is_dir():
+                sweep(self.folder.parent)
             write_folder(own, self.entries, self.source, key=self.key, tick=self.tick)
             self.source.checkpoint.check_unchanged()
             try:

@@ -22,7 +22,7 @@ from torch import Tensor
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 
-__all__ = ["DTYPES", "Checkpoint", "Stored", "checksum_of", "memory_of"]
+__all__ = ["DTYPES", "Checkpoint", "Stored", "checksum_of", "memory_of", "waiting_config"]
 
 DTYPES = {
     "F64": torch.float64,
@@ -115,9 +115,11 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).resolve()
-        self.files, named = _files_of(self.path)
+        self.files, named, written_with = _files_of(self.path)
         folder = self.path if self.path.is_dir() else self.path.parent
-        config = folder / "config.json"
+        config = waiting_config(folder, written_with)
+        if not config.is_file():
+            config = folder / "config.json"
         self.config: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
         self.tensors: dict[str, Stored] = {}
         self.headers: list[dict[str, Any] | None] = []
@@ -268,21 +270,27 @@ class Checkpoint:
         return iter(self.tensors.values())
 
 
-def _files_of(path: Path) -> tuple[list[Path], list[str]]:
-    """(files, keys that an index promises)."""
+def waiting_config(folder: Path, digest: str) -> Path:
+    """Where the config.json of a save waits until the weights that it belongs to are those of the folder."""
+    return folder / f".config-{digest}.json"
+
+
+def _files_of(path: Path) -> tuple[list[Path], list[str], str]:
+    """(files, keys that an index promises, digest of the config.json that the index was written with or "")."""
     single = path / "model.safetensors"
     if single.is_file():  # where a folder holds both, transformers takes this one, too
-        return [single], []
+        return [single], [], ""
     index = path / INDEX if path.is_dir() else path
     if index.name.endswith(".index.json") and index.is_file():
-        weight_map = json.loads(index.read_text())["weight_map"]
+        content = json.loads(index.read_text())
+        weight_map = content["weight_map"]
         files = [index.parent / name for name in dict.fromkeys(weight_map.values())]
         gone = [file.name for file in files if not file.is_file()]
         if gone:
             raise FileNotFoundError(f"{index}: names {', '.join(gone[:3])}, which the folder has not")
-        return files, list(weight_map)
+        return files, list(weight_map), str((content.get("metadata") or {}).get("config", ""))
     if path.is_file():
-        return [path], []
+        return [path], [], ""
     if not path.is_dir():
         raise FileNotFoundError(f"no checkpoint at {path}")
     files = [file for file in sorted(path.glob("*.safetensors")) if not _PART.search(file.name)]
@@ -291,7 +299,7 @@ def _files_of(path: Path) -> tuple[list[Path], list[str]]:
             f"{path}: needs {INDEX} or one .safetensors file, found {', '.join(f.name for f in files[:3]) or 'none'}; "
             f"other kinds of checkpoints must be saved as safetensors first"
         )
-    return files, []
+    return files, [], ""
 
 
 def _header(file: Path, descriptor: int, size: int) -> tuple[dict[str, Any], int]:

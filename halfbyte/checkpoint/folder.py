@@ -1,14 +1,18 @@
 """The one layout of quantized folders, and its writer: safetensors shards, an index, config.json.
 
-Shards get their final names when they are complete and on disk; the index is written last, so a folder without it is not a
-checkpoint and a crash at any point leaves what was there before.
+Shards get their final names when they are complete and on disk; then comes the index, so a folder without it is not a
+checkpoint and a crash at any point leaves what was there before. Two files can't be replaced at once: the new config.json
+waits beside under a name that the index says, and whoever opens the folder takes that one as long as it is there.
 """
 
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
+import shutil
+import socket
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.checkpoint.files import DTYPES, INDEX, VERSION, Checkpoint, checksum_of, memory_of
+from halfbyte.checkpoint.files import DTYPES, INDEX, VERSION, Checkpoint, checksum_of, memory_of, waiting_config
 from halfbyte.checkpoint.sources import Entry, Source, module_source
 from halfbyte.errors import QuantizationError
 from halfbyte.nn.embedding import QuantEmbedding
@@ -93,23 +97,41 @@ def write_folder(
             tick(sum(entry.nbytes for entry in shard))
         files.append(file)
         weight_map.update({entry.name: name for entry in shard})
+    metadata: dict[str, Any] = {"total_size": sum(entry.nbytes for entry in entries)}
+    waiting = None
     if config is not None:
-        replace_file(directory / "config.json", json.dumps(config, indent=2) + "\n")
-    index = {"metadata": {"total_size": sum(entry.nbytes for entry in entries)}, "weight_map": weight_map}
-    replace_file(directory / INDEX, json.dumps(index, indent=2) + "\n")
+        text = json.dumps(config, indent=2) + "\n"
+        metadata["config"] = hashlib.sha256(text.encode()).hexdigest()
+        waiting = waiting_config(directory, metadata["config"])
+        replace_file(waiting, text)
+    replace_file(directory / INDEX, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
     for old in directory.glob("model*.safetensors"):  # what the index no longer names
         if old not in files:
             old.unlink(missing_ok=True)
-    _sweep(directory)
+    if waiting is not None:
+        os.replace(waiting, directory / "config.json")
+        for other in directory.glob(waiting_config(directory, "*").name):  # of a save that was interrupted
+            other.unlink(missing_ok=True)
+        _sync_directory(directory)
+    sweep(directory)
     return files
 
 
-def _sweep(directory: Path) -> None:
-    """Removes what processes that are no more had not finished."""
-    for temporary in directory.glob(".*.tmp"):
-        process = temporary.name.split(".")[-3]
-        if process.isdigit() and not Path("/proc", process).exists():
-            temporary.unlink(missing_ok=True)
+def sweep(directory: Path) -> None:
+    """Removes what processes of this machine that are no more had not finished."""
+    for temporary in (*directory.glob(".*.tmp"), *directory.glob(".*.old")):
+        parts = temporary.name.split(".")
+        if len(parts) > 4 and parts[-4] == _host() and not Path("/proc", parts[-3]).exists():
+            shutil.rmtree(temporary) if temporary.is_dir() else temporary.unlink(missing_ok=True)
+
+
+def temporary_of(path: Path) -> Path:
+    """A hidden name beside `path` that says which machine and process is writing there."""
+    return path.with_name(f".{path.name}.{_host()}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
+
+
+def _host() -> str:
+    return socket.gethostname().replace(".", "-")
 
 
 def _unused(directory: Path, name: str) -> str:
@@ -124,7 +146,7 @@ def _unused(directory: Path, name: str) -> str:
 
 def replace_file(file: Path, text: str) -> None:
     """Writes a small file so that it is there whole or not at all."""
-    temporary = _temporary(file)
+    temporary = temporary_of(file)
     try:
         with open(temporary, "w") as stream:
             stream.write(text)
@@ -135,10 +157,6 @@ def replace_file(file: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     _sync_directory(file.parent)
-
-
-def _temporary(file: Path) -> Path:
-    return file.with_name(f".{file.name}.{os.getpid()}.{os.urandom(4).hex()}.tmp")
 
 
 def _sync_directory(directory: Path) -> None:
@@ -183,7 +201,7 @@ def write_shard(
     file: Path, shard: Sequence[Entry], source: Source, key: str | None, tick: Callable[[int], None]
 ) -> None:
     """Writes one file so that it has its name only when it is whole and on disk; its header says formats and checksums."""
-    temporary = _temporary(file)
+    temporary = temporary_of(file)
     begin = 8 + len(_header(shard, key, {}))
     checksums: dict[str, str] = {}
     scratch = torch.empty(0, dtype=torch.uint8)
@@ -241,7 +259,8 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     Names are those of the state dict, tied tensors are written once. The header of each file says the format, K and
     checksum of every tensor. A transformers model's config.json is written too, so that `from_pretrained` (with
     `peft_bridge` imported) loads the folder as well. What was in the folder is replaced when all is written; a crash leaves
-    the old content or the new, whole.
+    the old content or the new, whole (to `load_quantized`: after a crash in the last step of all, `from_pretrained` still
+    finds the old config.json beside the new weights; save again).
 
     Args:
         model: any module with packed layers.

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.sources import Entry, Found, Source
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
+from halfbyte.nn.conv1d import is_conv1d, linear_shape
 from halfbyte.nn.convert import nothing_quantized
 from halfbyte.nn.embedding import quantize_embedding_
 from halfbyte.nn.experts import QuantExperts, expert_shape, expert_weights, quantize_experts_
@@ -175,8 +176,12 @@ def plan_layout(model: nn.Module, source: Source, format: Format | None, skip: I
             entries.append(Entry(name, shape, tensor.dtype))
             continue
         found = source.find(key, shape, isinstance(module, nn.Embedding))
-        if found.format is not None and attribute in expert_weights(module) and not isinstance(module, Packed):
-            shape = expert_shape(module, tensor)  # rows lie along K even where the dense module stores them across
+        if found.format is not None and not isinstance(module, Packed):
+            # Rows lie along K even where the dense module stores them across.
+            if attribute in expert_weights(module):
+                shape = expert_shape(module, tensor)
+            elif is_conv1d(module) and attribute == "weight":
+                shape = linear_shape(module) or shape
         if found.shape is not None and tuple(found.shape) != shape:
             problems[name] = f"has shape {tuple(found.shape)} in the checkpoint, {shape} in the model"
             continue
@@ -240,12 +245,12 @@ def _format_for(
         return found.format, None
     if attribute != "weight":
         return (None, None) if found.format is None else (found.format, "rows that are no layer's weight")
-    if not isinstance(module, nn.Linear | nn.Embedding):
+    if not isinstance(module, nn.Linear | nn.Embedding) and not (is_conv1d(module) and found.format):
         return (None, None) if found.format is None else (found.format, "rows that are no layer's weight")
     if found.reason or (found.format is not None and module in by_owner):
         return None, f"dequantized on loading: {found.reason or by_owner[module]}"
     if found.format is not None:
-        if format is not None and isinstance(module, nn.Linear) and format != found.format:
+        if format is not None and linear_shape(module) and format != found.format:
             return found.format, f"the checkpoint holds {found.format} rows, format={str(format)!r} was asked for"
         return found.format, None
     if isinstance(module, nn.Embedding):
@@ -283,7 +288,7 @@ def apply_layout(
         weight: Any = module._parameters["weight"]
         empty = torch.empty(weight.shape, dtype=weight.dtype, device="meta")
         module._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
-        if isinstance(module, nn.Linear):
+        if linear_shape(module):
             quantize_linear_(module, entry.format, compute_dtype)
         else:
             assert isinstance(module, nn.Embedding)

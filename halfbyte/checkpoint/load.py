@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -175,17 +174,17 @@ class _Request:
         with ExitStack() as stack, LoaderGroup(group, source_rank, "load_quantized") as ranks:
             source: Any = None
 
-            def plan() -> tuple[dict[str, Any], Any, str]:
+            def plan() -> tuple[dict[str, Any], Any]:
                 nonlocal source
                 layout = None
                 if ranks.is_source:
                     source = open_source(self.path)
                     stack.callback(source.close)
                     layout = plan_layout(self.model, source, self.format, self.skip)
-                return self.settings(), layout, uuid.uuid4().hex
+                return self.settings(), layout
 
             found = ranks.agree(plan)
-            check_settings([settings for settings, _, _ in found], source_rank)
+            check_settings([settings for settings, _ in found], source_rank)
             layout: Layout = found[source_rank][1]
 
             slots: list[Slot] = []
@@ -196,7 +195,6 @@ class _Request:
 
             spans = ranks.agree(ready)
             buckets = plan_buckets(layout.entries, spans, BUCKET_BYTES)
-            ranks.connect(found[source_rank][2])
             if not ranks.is_source:
                 receive(ranks, slots, buckets)
                 return

@@ -127,7 +127,7 @@ def quantize_checkpoint(
         )
         if isinstance(source, CheckpointSource):
             source.checkpoint.check_unchanged()
-            _copy_rest(source.checkpoint.path, folder)
+            copy_rest(source.checkpoint.path, folder)
     return found
 
 
@@ -209,11 +209,11 @@ def _config(entries: Sequence[Entry], model: nn.Module | None) -> dict[str, Any]
     )
 
 
-def _copy_rest(src: Path, out: Path) -> None:
+def copy_rest(src: Path, out: Path, *, replace: bool = True) -> None:
     """Tokenizer, generation settings and the like: every small file of the source that holds no weights."""
     if not src.is_dir():
         return
     for file in src.iterdir():
         other = file.name != "config.json" and not file.name.startswith(".") and not file.name.endswith(_WEIGHTS)
-        if other and file.is_file():
+        if other and file.is_file() and (replace or not (out / file.name).exists()):
             shutil.copyfile(file, out / file.name)

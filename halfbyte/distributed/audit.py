@@ -27,9 +27,11 @@ class WrapReport:
         bytes_per_unit: bytes that gathering each unit takes on every rank.
         outside: names of the parameters that belong to no unit: every rank holds all of each.
         local_bytes: bytes of parameters this rank holds between steps.
+        host_bytes: those of them that CPU offload keeps in host memory; their gradients are there, too.
         expected_peak: bytes of parameters and gradients on this rank at the worst moment of a step: its shards and their
             gradients, the root, the largest unit with those around it, the largest unit again (the next one is gathered
             while this one computes), and the largest unit's whole gradients. Activations and optimizer state come on top.
+            Without what is in host memory.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class WrapReport:
     outside: tuple[str, ...]
     local_bytes: int
     expected_peak: int
+    host_bytes: int = 0
 
     def __str__(self) -> str:
         if self.kind == "none":
@@ -58,6 +61,8 @@ class WrapReport:
                 f"expected peak per rank without activations and optimizer: {self.expected_peak / 1e6:.2f} MB",
             ]
         )
+        if self.host_bytes:
+            text += f"\nin host memory: {self.host_bytes / 1e6:.2f} MB of the parameters per rank, and their gradients"
         if self.outside:
             more = ", ..." if len(self.outside) > 3 else ""
             text += f"\nwhole on every rank: {len(self.outside)} parameters: {', '.join(self.outside[:3])}{more}"
@@ -71,6 +76,7 @@ class _Unit:
     local: int = 0
     local_gradients: int = 0
     full_gradients: int = 0
+    offloaded: bool = False
 
 
 def audit(model: nn.Module) -> WrapReport:
@@ -109,6 +115,7 @@ def audit(model: nn.Module) -> WrapReport:
         tuple(outside),
         replicated + sum(unit.local for unit in units),
         replicated + _expected_peak(units),
+        sum(unit.local for unit in units if unit.offloaded),
     )
 
 
@@ -120,7 +127,7 @@ def _expected_peak(units: list[_Unit]) -> int:
         return sum(u.full for u in inner if u is unit or unit.name.startswith(f"{u.name}."))
 
     return (
-        sum(unit.local + unit.local_gradients for unit in units)
+        sum(unit.local + unit.local_gradients for unit in units if not unit.offloaded)
         + root
         + max((with_enclosing(unit) for unit in inner), default=0)
         + max((unit.full for unit in inner), default=0)
@@ -139,7 +146,7 @@ def _fsdp2_units(model: nn.Module) -> list[_Unit]:
         if module in owner:
             return
         if isinstance(module, FSDPModule):
-            unit = _Unit(name or ROOT)
+            unit = _Unit(name or ROOT, offloaded=_offloads(module))
             units.append(unit)
         if unit is not None:
             owner[module] = unit
@@ -152,6 +159,13 @@ def _fsdp2_units(model: nn.Module) -> list[_Unit]:
 
     visit(model, "", None)
     return units
+
+
+def _offloads(unit: Any) -> bool:
+    """Whether an FSDP2 unit keeps its shards in the memory of another device than it computes on."""
+    state = unit._get_fsdp_state()
+    groups = state._fsdp_param_groups if hasattr(state, "_fsdp_param_groups") else [state._fsdp_param_group]  # torch < 2.13
+    return any(p.offload_to_cpu for g in groups if g is not None and g.device.type != "cpu" for p in g.fsdp_params)
 
 
 def _count_dtensor(unit: _Unit, parameter: Any) -> None:
@@ -175,6 +189,7 @@ def _fsdp1_units(model: nn.Module) -> list[_Unit]:
             handle = module._handle
             if handle is None:  # every parameter below it belongs to a unit further in
                 continue
+            unit.offloaded = handle._offload_params and handle.device.type != "cpu"
             flat: Any = handle.flat_param
             unit.full = flat._unpadded_unsharded_size.numel() * flat.element_size()
             unit.local = flat.numel() * flat.element_size()

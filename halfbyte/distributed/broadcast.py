@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -115,7 +114,7 @@ def _distribute(
 
         def plan() -> Any:
             if not ranks.is_source:
-                return str(fmt), None, None
+                return str(fmt), None
             if tensors is None:
                 raise TypeError(f"{what}: tensors must be a mapping of names to tensors on the source, got None")
             entries = []
@@ -124,11 +123,11 @@ def _distribute(
                 if shape is None or len(shape) < 2 or not shape[-1]:
                     raise ValueError(f"{what}: {name} must have at least 2 dimensions and K >= 1, got shape {shape}")
                 entries.append(Entry.packed(name, shape, fmt))
-            return str(fmt), entries, uuid.uuid4().hex
+            return str(fmt), entries
 
         found = ranks.agree(plan)
-        _, entries, tag = found[source_rank]
-        for rank, (other, _, _) in enumerate(found):
+        _, entries = found[source_rank]
+        for rank, (other, _) in enumerate(found):
             if other != found[source_rank][0]:
                 raise ValueError(
                     f"{what}: ranks differ in format: rank {source_rank} (the source) has {found[source_rank][0]}, "
@@ -140,7 +139,6 @@ def _distribute(
             for entry, (start, stop) in zip(entries, spans[ranks.rank], strict=True)
         ]
         buckets = plan_buckets(entries, spans, bucket_bytes)
-        ranks.connect(tag)
         if ranks.is_source:
             send(ranks, targets, spans, buckets, lambda run, still_wanted: run(source), lambda nbytes: None)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, TypeVar
 
 import torch
@@ -43,7 +44,8 @@ def fully_shard(
             (non-reentrant) where the model has one, else `torch.utils.checkpoint` around each block.
         reshard_after_forward: release a block's gathered parameters between forward and backward. The root keeps its own.
         mp_policy: a `MixedPrecisionPolicy`; it leaves packed rows alone.
-        offload_policy: an `OffloadPolicy`, for example `CPUOffloadPolicy()`.
+        offload_policy: an `OffloadPolicy`, for example `CPUOffloadPolicy()`: shards, gradients and optimizer state stay in
+            host memory, and the optimizer steps there. On a mesh of CPUs nothing is pinned, since nothing is transferred.
 
     Returns:
         The same model.
@@ -81,6 +83,8 @@ def fully_shard(
     if checkpointing:
         _checkpoint_blocks(model, found)
     kwargs: dict[str, Any] = {"mesh": _mesh_of(model) if mesh is None else mesh}
+    if getattr(offload_policy, "pin_memory", False) and kwargs["mesh"].device_type == "cpu":
+        offload_policy = dataclasses.replace(offload_policy, pin_memory=False)  # torch can't pin without an accelerator
     kwargs.update({k: v for k, v in (("mp_policy", mp_policy), ("offload_policy", offload_policy)) if v is not None})
     for module in reversed(list(units.values())):  # children before their parents
         shard(module, reshard_after_forward=reshard_after_forward, **kwargs)

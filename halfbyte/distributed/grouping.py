@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
-__all__ = ["block_classes", "blocks", "candidates", "clean_name", "shared_parameters", "tables"]
+__all__ = ["block_classes", "blocks", "candidates", "clean_name", "shared_parameters", "tables", "unwrapped"]
 
 _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
@@ -18,6 +18,15 @@ _WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 def clean_name(name: str) -> str:
     """A module's or parameter's name without what FSDP1, checkpointing and torch.compile wrap around modules."""
     return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """The module whose forward runs in the end, inside what FSDP1, checkpointing and torch.compile wrap around it."""
+    for name in _WRAPPERS:
+        inside = module._modules.get(name)
+        if inside is not None:
+            return unwrapped(inside)
+    return module
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:

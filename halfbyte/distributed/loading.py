@@ -1,8 +1,9 @@
 """One rank reads and quantizes, the others receive: what `load_quantized` and `quantize_broadcast` run on.
 
-Two collectives on the training group first: every rank says what it has (or why it failed), then that it is ready. The data
-goes through a gloo group of its own, whose short timeout can't hurt training and whose connections close with the process:
-a rank that dies or gives up is noticed at once by all. The source's thread fills one of two slots while the other is sent.
+One collective on the training group first: all ranks are here. Everything else goes through a gloo group of its own, whose
+timeouts can't hurt training and whose connections close with the process: a rank that dies or gives up is noticed at once
+by all. There every rank says what it has (or why it failed), then that it is ready; then the data follows. The source's
+thread fills one of two slots while the other is sent.
 
 On the wire: a header of 64 bytes, then, if it announces one, a bucket. A header is sent at least every 2 s, so a slow disk
 is not taken for a dead source; a failed source sends its message instead of a bucket, so nobody waits for what won't come.
@@ -10,10 +11,13 @@ is not taken for a dead source; a failed source sends its message instead of a b
 
 from __future__ import annotations
 
+import pickle
 import queue
 import struct
 import threading
+import uuid
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Protocol
@@ -40,7 +44,9 @@ __all__ = [
 
 BUCKET_BYTES = 16 << 20
 TIMEOUT_S = 8.0
-"""Of every collective of the loader group: with what it takes to raise, a failure is known everywhere within 10 s."""
+"""Of every collective that moves data: with what it takes to raise, a failure is known everywhere within 10 s."""
+PATIENCE_S = 1800.0
+"""How long a rank may take to plan and to allocate; the connections tell of a death at once."""
 ALIVE_S = 2.0
 
 _ALIGNMENT = 64
@@ -127,7 +133,7 @@ def plan_buckets(entries: Sequence[Entry], spans: Sequence[Sequence[tuple[int, i
 
 
 class LoaderGroup:
-    """The ranks that load together.
+    """The ranks that load together: a context that all of them enter at once, which connects them.
 
     Args:
         process_group: the training group.
@@ -159,8 +165,10 @@ class LoaderGroup:
             mine = None, make()
         except Exception as raised:
             error, mine = raised, (f"{type(raised).__name__}: {raised}", None)
-        found: list[Any] = [None] * self.world
-        dist.all_gather_object(found, mine, group=self.training)
+        found = [pickle.loads(data) for data in self._exchange(pickle.dumps(mine))]
+        if any(text is not None for text, _ in found):
+            with suppress(RuntimeError):
+                self.finish()  # nobody closes a connection from which another still reads
         if error is not None:
             raise error
         for rank in (self.source, *range(self.world)):
@@ -168,15 +176,36 @@ class LoaderGroup:
                 raise RuntimeError(f"{self.what}: {self.name(rank)} failed: {found[rank][0]}")
         return [result for _, result in found]
 
+    def _exchange(self, data: bytes) -> list[bytes]:
+        """Every rank's bytes, on every rank."""
+        sizes = self._all(torch.tensor([len(data)]))
+        room = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+        room[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        return [part[: int(size)].numpy().tobytes() for part, size in zip(self._all(room), sizes, strict=True)]
+
+    def _all(self, tensor: Tensor) -> list[Tensor]:
+        parts = [torch.empty_like(tensor) for _ in range(self.world)]
+        torch_dist: Any = dist
+        options = torch_dist.distributed_c10d.AllgatherOptions()
+        options.timeout = timedelta(seconds=PATIENCE_S)
+        self._run(lambda group: group.allgather([parts], [tensor], options))
+        return parts
+
     def name(self, rank: int) -> str:
         """How a rank is called in errors."""
         return f"rank {rank} (the source)" if rank == self.source else f"rank {rank}"
 
-    def connect(self, tag: str) -> None:
-        """Opens the data group; `tag` must be new and the same on every rank, all of which must call this at once."""
+    def __enter__(self) -> LoaderGroup:
+        self._run(lambda _: self._connect())
+        return self
+
+    def _connect(self) -> None:
+        tags: list[Any] = [None] * self.world
+        dist.all_gather_object(tags, uuid.uuid4().hex, group=self.training)
         # Not `new_group`: every rank of the job would have to call it, and it reuses the names of groups that are gone.
         torch_dist: Any = dist
-        self._store = torch_dist.PrefixStore(f"halfbyte/loading/{tag}", torch_dist.distributed_c10d._get_default_store())
+        store = torch_dist.distributed_c10d._get_default_store()
+        self._store = torch_dist.PrefixStore(f"halfbyte/loading/{tags[self.source]}", store)
         self._group = dist.ProcessGroupGloo(self._store, self.rank, self.world, timedelta(seconds=TIMEOUT_S))
 
     def broadcast(self, tensor: Tensor) -> None:
@@ -197,7 +226,9 @@ class LoaderGroup:
 
     def _run(self, collective: Callable[[Any], Any]) -> None:
         try:
-            collective(self._group).wait()
+            work = collective(self._group)
+            if work is not None:
+                work.wait()
         except RuntimeError as error:
             raise RuntimeError(f"{self.what}: {self._reason(error)}") from error
 
@@ -207,8 +238,9 @@ class LoaderGroup:
             self._store.wait(["failed"], timedelta(seconds=1))
             return str(self._store.get("failed").decode())
         except Exception:
-            text = str(error).partition("] ")[2] or str(error)
-            return f"a rank ended or stopped answering while {self.name(self.source)} was sending: {text}"
+            text = str(error).partition(" This is typically")[0]  # and gloo's advice
+            text = text.partition("] ")[2] or text
+            return f"a rank ended or stopped answering while loading from {self.name(self.source)}: {text}"
 
     def fail(self, error: BaseException) -> None:
         """Tells the other ranks why this one gives up, and closes its connections."""
@@ -223,9 +255,6 @@ class LoaderGroup:
     def close(self) -> None:
         """Closes the data group's connections."""
         self._group = None
-
-    def __enter__(self) -> LoaderGroup:
-        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is not None:

@@ -6,7 +6,6 @@ import hashlib
 import io
 import pickle
 import threading
-import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -26,7 +25,7 @@ from halfbyte.distributed.loading import (
     send,
 )
 
-__all__ = ["replicate"]
+__all__ = ["replicate", "replicating"]
 
 T = TypeVar("T")
 
@@ -76,9 +75,8 @@ def replicate(
     from halfbyte.checkpoint.sources import TensorSource
 
     with LoaderGroup(process_group, source_rank, what) as ranks, torch.no_grad():
-        found = ranks.agree(lambda: (uuid.uuid4().hex, hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()))
-        ranks.connect(found[source_rank][0])
-        alike = found[ranks.rank][1] == found[source_rank][1]
+        states = ranks.agree(lambda: hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest())
+        alike = states[ranks.rank] == states[source_rank]
         if ranks.is_source:
             module, text, tensors = _made(ranks, make, what)
             announce(ranks, text)
@@ -94,6 +92,11 @@ def replicate(
         else:
             receive(ranks, [_Target(entry, tensor) for entry, tensor in zip(entries, tensors, strict=True)], buckets)
     return module
+
+
+def replicating() -> bool:
+    """Whether this thread is inside the `make` of a `replicate`: what it makes is for all ranks already."""
+    return _thread.making
 
 
 class _Target:

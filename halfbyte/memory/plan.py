@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from halfbyte.formats import FORMATS, Format
 from halfbyte.memory.sharded import STRATEGIES
-from halfbyte.memory.simulate import OptimizerLike, simulate
+from halfbyte.memory.simulate import OptimizerLike
+from halfbyte.memory.sizes import VARY, Sizes
 from halfbyte.memory.subject import make_subject
 
 __all__ = ["MemoryPlan", "PlanComparison", "PlanRow", "parse_bytes", "plan", "plan_formats"]
@@ -63,14 +64,14 @@ class MemoryPlan:
         title: what was planned.
         batch_size: rows of the batch.
         seq_len: tokens per row.
-        again: makes the same plan for another (batch_size, seq_len); None for one made by hand.
+        sizes: plans the same for other sizes; None for a plan made by hand.
     """
 
     rows: tuple[PlanRow, ...]
     title: str
     batch_size: int
     seq_len: int
-    again: Callable[[int, int], MemoryPlan] | None = field(default=None, repr=False, compare=False)
+    sizes: Sizes | None = field(default=None, repr=False, compare=False)
 
     @property
     def peak_bytes(self) -> int:
@@ -80,7 +81,7 @@ class MemoryPlan:
     def fits(self, memory: int | str, *, vary: str = "batch_size", limit: int = 1 << 20) -> int:
         """The largest batch (or sequence) whose peak fits.
 
-        The peak is planned at a few sizes only: between two of them it is taken as a line, and the answer is planned.
+        A few sizes are simulated and predict the others, moment by moment; the answer and the next size are simulated too.
 
         Args:
             memory: bytes of one device, or text such as "24GiB".
@@ -94,37 +95,11 @@ class MemoryPlan:
             ValueError: another `vary`, or `memory` is not a size.
             RuntimeError: the plan was made by hand and can't be made again.
         """
-        if vary not in ("batch_size", "seq_len"):
+        if vary not in VARY:
             raise ValueError(f"MemoryPlan.fits: vary must be batch_size or seq_len, got {vary!r}")
-        if self.again is None:
+        if self.sizes is None:
             raise RuntimeError("MemoryPlan.fits: this plan was not made by halfbyte.plan")
-        available, again = parse_bytes(memory), self.again
-        known: dict[int, int] = {getattr(self, vary): self.peak_bytes}
-
-        def peak(size: int) -> int:
-            if size not in known:
-                plan = again(size, self.seq_len) if vary == "batch_size" else again(self.batch_size, size)
-                known[size] = plan.peak_bytes
-            return known[size]
-
-        if peak(1) > available:
-            return 0
-        low, high = 1, 2
-        while peak(high) <= available:
-            slope = max((peak(high) - peak(low)) / (high - low), 1e-9)
-            low, high = high, min(limit, max(2 * high, int(high + (available - peak(high)) / slope)))
-            if low >= limit:
-                return limit
-        while high - low > 1:  # peaks grow: the line between two of them tells where to look next
-            share = (available - peak(low)) / max(1, peak(high) - peak(low))
-            middle = min(high - 1, max(low + 1, low + int(share * (high - low))))
-            if peak(middle) <= available:
-                low = middle
-                if peak(min(high, low + 1)) > available:
-                    break
-            else:
-                high = middle
-        return low
+        return self.sizes.largest(parse_bytes(memory), vary, self.batch_size, self.seq_len, limit)
 
     def __str__(self) -> str:
         whole = max(1, self.peak_bytes)
@@ -200,7 +175,8 @@ def plan(
 
     A step of the model runs under `FakeTensorMode`: every op really happens, on tensors without data, and the lifetime of
     each storage is followed from the op that makes it to its release, through forward, backward, recomputation and the
-    optimizer. Sharding is played out unit by unit, with the units of `halfbyte.distributed`; no process group is needed.
+    optimizer. Of equal blocks, one in the middle stands for all but the first and the last. Sharding is played out unit by
+    unit, with the units of `halfbyte.distributed`; no process group is needed.
 
     Args:
         model_or_config: a module (its device may be meta), a LightningModule (its `configure_model` runs if it has no
@@ -228,6 +204,7 @@ def plan(
         FileNotFoundError: the folder has no config.json.
         ImportError: transformers or peft is needed and missing.
         RuntimeError: a plan for CUDA from a torch that is built without it.
+        NotImplementedError: what the step does depends on its data, as in a mixture of experts.
 
     Note:
         Left out: the process itself (Python, libraries, the CUDA context: often 0.3 to 0.8 GB), loading the checkpoint,
@@ -247,27 +224,31 @@ def plan(
         raise ValueError(f"plan: strategy must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
     if strategy == "single" and world_size != 1:
         raise ValueError(f"plan: strategy 'single' has one rank, got world_size={world_size}")
-    subject = make_subject(
-        model_or_config, format=format, lora_rank=lora_rank, dtype=dtype, device=device, batch=batch, step=step
+    sizes = Sizes(
+        lambda folded: make_subject(
+            model_or_config,
+            format=format,
+            lora_rank=lora_rank,
+            dtype=dtype,
+            device=device,
+            batch=batch,
+            step=step,
+            folded=folded,
+        ),
+        {"optimizer": optimizer, "strategy": strategy, "world_size": world_size, "checkpointing": checkpointing},
     )
+    return _plan_of(sizes, batch_size, seq_len)
 
-    def once(batch_size: int, seq_len: int) -> MemoryPlan:
-        tracker = simulate(
-            subject,
-            batch_size=batch_size,
-            seq_len=seq_len,
-            optimizer=optimizer,
-            strategy=strategy,
-            world_size=world_size,
-            checkpointing=checkpointing,
-        )
-        rows = sorted((PlanRow(what, size) for what, size in tracker.at_peak.items()), key=lambda row: -row.bytes)
-        ranks = "" if strategy == "single" else f", {strategy} on {world_size}"
-        what = optimizer if isinstance(optimizer, str) else "its own optimizer" if optimizer else "no optimizer"
-        title = f"{subject.name}: {batch_size} x {seq_len}, {what}{ranks}{', checkpointing' if checkpointing else ''}"
-        return MemoryPlan(tuple(rows), title, batch_size, seq_len, once)
 
-    return once(batch_size, seq_len)
+def _plan_of(sizes: Sizes, batch_size: int, seq_len: int) -> MemoryPlan:
+    found = sizes.rows(batch_size, seq_len)
+    rows = sorted((PlanRow(what, size) for what, size in found.items()), key=lambda row: -row.bytes)
+    optimizer, strategy, world_size, checkpointing = sizes.arguments.values()
+    ranks = "" if strategy == "single" else f", {strategy} on {world_size}"
+    what = optimizer if isinstance(optimizer, str) else "its own optimizer" if optimizer else "no optimizer"
+    recomputed = ", checkpointing" if checkpointing else ""
+    title = f"{sizes.subject.name}: {batch_size} x {seq_len}, {what}{ranks}{recomputed}"
+    return MemoryPlan(tuple(rows), title, batch_size, seq_len, sizes)
 
 
 def plan_formats(
@@ -283,7 +264,23 @@ def plan_formats(
     Returns:
         A `PlanComparison`.
     """
-    return PlanComparison({str(each): plan(model_or_config, format=each, **arguments) for each in formats})
+    return PlanComparison(dict(plans_of(model_or_config, formats, **arguments)))
+
+
+def plans_of(
+    model_or_config: nn.Module | str | Path, formats: Sequence[str | Format], **arguments: Any
+) -> Iterator[tuple[str, MemoryPlan]]:
+    """The plans of `plan_formats`, one after the other."""
+    simulated: MemoryPlan | None = None  # the first packed one: on an unsharded rank the others differ in one row
+    for each in formats:
+        if simulated is not None and simulated.sizes is not None and each != "dense":
+            sizes = simulated.sizes.in_format(Format.parse(each))
+            yield str(each), _plan_of(sizes, simulated.batch_size, simulated.seq_len)
+            continue
+        made = plan(model_or_config, format=each, **arguments)
+        if each != "dense" and arguments.get("strategy", "single") in ("single", "ddp"):
+            simulated = made
+        yield str(each), made
 
 
 def _bytes_of(plan: MemoryPlan, what: str) -> int:

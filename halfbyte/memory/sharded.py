@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from halfbyte.distributed.fsdp1 import separate_parameters, units_of
 from halfbyte.distributed.grouping import blocks, shared_parameters, tables
-from halfbyte.memory.tracker import StorageTracker
+from halfbyte.memory.tracker import StorageTracker, in_backward
 from halfbyte.optim.sharding import _GLOBAL_PIECE, GlobalPiece
 
 __all__ = ["STRATEGIES", "Sharding"]
@@ -32,8 +32,9 @@ class _Unit:
     parameters: list[nn.Parameter]
     size: int = 0
     gathered: bool = False
-    in_backward: bool = False
+    in_backward: bool = False  # its pre-backward hook has run in this step
     shards: list[tuple[nn.Parameter, nn.Parameter]] = field(default_factory=list)
+    zeros: list[Tensor] = field(default_factory=list)  # this rank's gradient of packed rows beside a trainable bias
 
 
 class Sharding:
@@ -58,8 +59,9 @@ class Sharding:
         self._held = 0  # the last gather's output, which FSDP2 keeps until the next unit has copied its own out
         self._reducing = 0  # the last reduce-scatter's input, kept until the next
         self._hooks: list[Any] = []
+        self._thawed: list[nn.Parameter] = []
         if strategy == "ddp":  # buckets are copies of all gradients
-            tracker.add(BUFFERS, sum(_bytes(p) for p in self.trainable))
+            tracker.add(BUFFERS, sum(_bytes(p) * tracker.count(p) for p in self.trainable))
         if strategy in ("fsdp1", "fsdp2") and world_size > 1:
             self._make_units()
 
@@ -77,10 +79,22 @@ class Sharding:
         local = {id(p): shard for unit in self.units for p, shard in unit.shards}
         return [local.get(id(p), p) for p in self.trainable]
 
+    def _flatten(self, unit: _Unit) -> None:
+        """FSDP1's flat parameter requires a gradient as a whole: frozen parameters beside trainable ones get one too, and
+        what their gradients need is saved in forward (the input of a frozen norm's weight, in every block under LoRA).
+        """
+        if any(p.requires_grad for p in unit.parameters):
+            frozen = [p for p in unit.parameters if not p.requires_grad and p.is_floating_point()]
+            self._thawed += frozen
+            for p in frozen:
+                p.requires_grad_(True)
+
     def zero_grad(self) -> None:
         """`set_to_none`, of shards too."""
         for parameter in [*self.trainable, *(shard for unit in self.units for _, shard in unit.shards)]:
             parameter.grad = None
+        for unit in self.units:
+            unit.zeros.clear()
 
     def begin_forward(self) -> None:
         """Gathers the root: it stays gathered until backward has ended."""
@@ -108,6 +122,8 @@ class Sharding:
         """Takes the hooks off the model."""
         for hook in self._hooks:
             hook.remove()
+        for parameter in self._thawed:
+            parameter.requires_grad_(False)
 
     # -- units
 
@@ -128,6 +144,8 @@ class Sharding:
             unit = _Unit(module, own, sum(map(_bytes, own)))
             self.units.append(unit)
             self.tracker.ignore(own)
+            if self.strategy == "fsdp1":
+                self._flatten(unit)
             for p in own:
                 self._add_shard(unit, p)
             if module is not self.model:
@@ -141,29 +159,32 @@ class Sharding:
             shape: tuple[int, ...] = (-(-parameter.numel() // self.world_size),)
         else:
             shape = (-(-parameter.shape[0] // self.world_size), *parameter.shape[1:])
-        if not parameter.requires_grad:
+        if not parameter.requires_grad:  # thawed ones have a shard of a gradient, and none that trains
             size = torch.Size(shape).numel() * parameter.element_size()
-            self.tracker.add("weights, sharded", size)
+            self.tracker.add("weights, sharded", size * self.tracker.count(parameter))
             return
         empty = torch.empty(shape, dtype=parameter.dtype, device=parameter.device)
-        self.tracker.track(empty, "weights, sharded, trainable")
+        owner = self.tracker.owner(parameter)
+        self.tracker.track(empty, "weights, sharded, trainable", owner)
         shard = nn.Parameter(empty)
+        if owner is not None:
+            self.tracker.owners[id(shard)] = owner
         setattr(shard, _GLOBAL_PIECE, GlobalPiece(parameter.shape, 0))
         unit.shards.append((parameter, shard))
 
     # -- events, in FSDP's order
 
     def _pre_forward(self, unit: _Unit) -> None:
-        if not unit.in_backward:
-            self._order.append(unit)
-            self._gather(unit)
-        elif not unit.gathered:  # FSDP1 runs a packed layer's forward again inside its checkpointed block
+        if not unit.in_backward:  # in backward: its block's recomputation
             self._gather(unit)
 
     def _post_forward(self, unit: _Unit, out: Any) -> None:
         if unit.in_backward:
             return
         self._release(unit)
+        if in_backward():  # hooks on recomputed outputs never run
+            return
+        self._order.append(unit)
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 leaf.register_hook(lambda _, unit=unit: self._pre_backward(unit))
@@ -171,18 +192,17 @@ class Sharding:
     def _pre_backward(self, unit: _Unit) -> None:
         if unit.in_backward:
             return
-        self._hold(0)
+        if self.strategy == "fsdp2":
+            self._hold(0)
         for other in [u for u in self._active if unit.module not in set(u.module.modules())]:
             self._finish(other)
             self._active.remove(other)
-        for u in self.units:
-            if u.module in set(unit.module.modules()):
-                u.in_backward = True
+        self._hold(0)
         unit.in_backward = True
         self._gather(unit)
         self._active.append(unit)
         at = self._order.index(unit)
-        if at:  # the next one is gathered while this one computes
+        if at and not self._order[at - 1].gathered:  # the next one is gathered while this one computes
             self._hold(self._order[at - 1].size)
 
     def _gather(self, unit: _Unit) -> None:
@@ -208,19 +228,33 @@ class Sharding:
 
     def _finish(self, unit: _Unit) -> None:
         """After a unit's backward: its gradients become this rank's shards."""
-        self._release(unit)
+        flat = self.strategy == "fsdp1"
         with_grads = [(p, shard) for p, shard in unit.shards if p.grad is not None]
+        size = sum(_bytes(p) for p, _ in with_grads)
+        rows = [p for p in unit.parameters if not p.is_floating_point()] if flat and with_grads else []
+        size += sum(map(_bytes, rows))
+        if flat:  # autograd joins the gradients of all views of the flat parameter while it is still gathered
+            self.tracker.add(BUFFERS, size)
+        self._release(unit)
         if not with_grads:
             return
-        size = sum(_bytes(p) for p, _ in with_grads)
-        self.tracker.add(BUFFERS, size)  # one flat input, copied together
+        if not flat:
+            self.tracker.add(BUFFERS, size)  # one flat input, copied together
         for p, shard in with_grads:
             p.grad = None
             piece = torch.empty_like(shard)
-            self.tracker.track(piece, "gradients")
+            self.tracker.track(piece, "gradients", self.tracker.owner(shard))
             shard.grad = piece
+        for p in rows:
+            piece = torch.empty(-(-_bytes(p) // self.world_size), dtype=torch.uint8, device=p.device)
+            self.tracker.track(piece, "gradients", self.tracker.owner(p))
+            unit.zeros.append(piece)
         self.tracker.add(BUFFERS, -self._reducing)
         self._reducing = size
+        if flat and unit.parameters[0].device.type == "cpu":  # gloo has copied its input and returns when it is done
+            self.tracker.add(BUFFERS, size)
+            self.tracker.add(BUFFERS, -2 * size)
+            self._reducing = 0
 
     def _drop_buffers(self) -> None:
         self.tracker.add(BUFFERS, -self._reducing - self._held)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 
 from halfbyte.distributed.fsdp2 import _checkpoint_blocks
 from halfbyte.distributed.grouping import blocks
+from halfbyte.memory.fold import NotFoldableError
 from halfbyte.memory.sharded import Sharding
-from halfbyte.memory.subject import Subject, like_transformers
+from halfbyte.memory.subject import Subject, like_transformers, packed_parameters
 from halfbyte.memory.tracker import StorageTracker
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed
 from halfbyte.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 
 __all__ = ["OPTIMIZERS", "WORKSPACE_PER_THREAD", "OptimizerLike", "simulate"]
@@ -48,8 +49,16 @@ def simulate(
     world_size: int,
     checkpointing: bool | None,
 ) -> StorageTracker:
-    """Runs the step; the tracker it returns holds the peak and what was alive then."""
+    """Runs the step; the tracker it returns holds the peak and what was alive then.
+
+    Raises:
+        ValueError: unknown optimizer, or nothing is trainable.
+        NotFoldableError: the subject is folded, and its middle blocks did not run as one block after the other.
+    """
     model, tracker = subject.model, StorageTracker()
+    for fold in subject.folds:
+        for module in fold.middle:
+            tracker.owners.update((id(tensor), fold) for tensor in [*module.parameters(), *module.buffers()])
     _set_checkpointing(model, checkpointing)
     for parameter in model.parameters():
         parameter.grad = None
@@ -58,17 +67,19 @@ def simulate(
         sharding = Sharding(model, tracker, strategy, world_size)
         for tensor, kind in _resident(model):
             if not sharding.owns(tensor):
-                tracker.track(tensor, kind)
+                tracker.track(tensor, kind, tracker.owner(tensor))
         tracker.kind = "batch"
         batch = subject.batch(batch_size, seq_len)
         optimizers = _optimizers(subject, optimizer, sharding)
         hooks = [p.register_post_accumulate_grad_hook(partial(_name_gradient, tracker))
                  for p in model.parameters() if p.requires_grad]
+        hooks += [hook for fold in subject.folds for hook in fold.watch(tracker)]
         try:
             tracker.kind = "optimizer state"
             for each in optimizers:  # a step on gradients alone makes the state that later steps meet
                 _give_gradients(tracker, each)
                 each.step()
+                _own_state(tracker, each)
             if not subject.zero_grad_first:
                 sharding.zero_grad()
             tracker.kind = "activations"
@@ -82,6 +93,8 @@ def simulate(
             loss.backward()
             del loss
             sharding.end_backward()
+            if not tracker.balanced:
+                raise NotFoldableError("plan: the model does not run its blocks one after the other")
             tracker.kind = "optimizer state"
             for each in optimizers:
                 each.step()
@@ -91,7 +104,7 @@ def simulate(
             sharding.remove()
             for parameter in model.parameters():
                 parameter.grad = None
-    if subject.device.type == "cpu" and any(isinstance(m, PackedRows) for m in model.modules()):
+    if subject.device.type == "cpu" and any(isinstance(m, Packed) for m in model.modules()):
         scratch = WORKSPACE_PER_THREAD * torch.get_num_threads()
         tracker.at_peak["kernel workspace"] = scratch
         tracker.peak += scratch
@@ -103,7 +116,7 @@ def _device_context(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _resident(model: nn.Module) -> list[tuple[Tensor, str]]:
-    packed = {id(m.weight) for m in model.modules() if isinstance(m, PackedRows)}
+    packed = packed_parameters(model)
 
     def kind(parameter: Tensor) -> str:
         if id(parameter) in packed:
@@ -116,14 +129,21 @@ def _resident(model: nn.Module) -> list[tuple[Tensor, str]]:
 
 def _name_gradient(tracker: StorageTracker, parameter: Tensor) -> None:
     if parameter.grad is not None:  # None after a step that was fused into backward
-        tracker.track(parameter.grad, "gradients")
+        tracker.track(parameter.grad, "gradients", tracker.owner(parameter))
+
+
+def _own_state(tracker: StorageTracker, optimizer: torch.optim.Optimizer) -> None:
+    for parameter, state in optimizer.state.items():
+        for value in state.values():
+            if isinstance(value, Tensor):
+                tracker.own(value, tracker.owner(parameter))
 
 
 def _give_gradients(tracker: StorageTracker, optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.empty_like(parameter)
-            tracker.track(parameter.grad, "gradients")
+            tracker.track(parameter.grad, "gradients", tracker.owner(parameter))
 
 
 def _set_checkpointing(model: nn.Module, wanted: bool | None) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,13 +17,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte.formats import Format
+from halfbyte.memory.fold import Fold, fold_
+from halfbyte.nn.experts import QuantExperts
 from halfbyte.nn.init import entered
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
-from halfbyte.nn.packed import PackedRows
+from halfbyte.nn.packed import Packed, PackedRows
 from halfbyte.nn.settings import InitSettings
 from halfbyte.nn.skip import SkipRules
 
-__all__ = ["Subject", "like_transformers", "make_subject", "on_meta"]
+__all__ = ["Subject", "like_transformers", "make_subject", "on_meta", "packed_bytes", "packed_parameters"]
 
 
 @dataclass
@@ -38,6 +41,7 @@ class Subject:
         optimizer: the model's own optimizers (a LightningModule's), or None.
         zero_grad_first: gradients of the last step live until the next backward (Lightning's order).
         name: what it is called in tables.
+        folds: equal blocks that were taken out of the model.
     """
 
     model: nn.Module
@@ -48,6 +52,7 @@ class Subject:
     optimizer: Callable[[], list[torch.optim.Optimizer]] | None
     zero_grad_first: bool
     name: str
+    folds: list[Fold]
 
 
 def make_subject(
@@ -59,6 +64,7 @@ def make_subject(
     device: str | torch.device | None,
     batch: Callable[[int, int], Any] | None,
     step: Callable[[nn.Module, Any], Tensor] | None,
+    folded: bool = True,
 ) -> Subject:
     """A fake copy of a module, a LightningModule or the model that a folder's config.json describes.
 
@@ -83,10 +89,16 @@ def make_subject(
     with meta:
         model = _copy(model, meta)
         _set_format(model, fmt, dense)
+        folds = fold_(model) if folded else []
         if lora_rank is not None:
             model = _with_lora(model, lora_rank)
+    names = {module: name for name, module in model.named_modules()}
     with mode:
         fake = _copy(model, where)
+    modules = dict(fake.named_modules())
+    copied = [
+        Fold(tuple(modules[names[m]] for m in fold.middle), modules[names[fold.after]], fold.extra) for fold in folds
+    ]
     lightning = _is_lightning(fake)
     return Subject(
         model=fake.train(),
@@ -97,6 +109,7 @@ def make_subject(
         optimizer=partial(_own_optimizers, fake) if lightning else None,
         zero_grad_first=lightning,
         name=name,
+        folds=copied,
     )
 
 
@@ -255,8 +268,7 @@ def _copy(model: nn.Module, device: torch.device) -> nn.Module:
 
 def _set_format(model: nn.Module, format: Format | None, dense: bool) -> None:
     """Makes every linear layer that can be packed `format`; "dense" turns packed ones back, trainable unless adapted."""
-    named = [(name, m) for name, m in model.named_modules() if isinstance(m, PackedRows)]
-    packed = [m for _, m in named]
+    named = [(name, m) for name, m in model.named_modules() if isinstance(m, Packed)]
     if dense:
         for name, module in named:
             if not isinstance(module, QuantLinear):
@@ -264,17 +276,44 @@ def _set_format(model: nn.Module, format: Format | None, dense: bool) -> None:
             values = torch.empty(module.weight_shape, dtype=module.dense_dtype, device=module.weight.device)
             adapted = name.endswith("base_layer")  # PEFT freezes what it adapts
             dequantize_linear_(module, nn.Parameter(values, requires_grad=not adapted))
-    elif format is not None and packed:
-        for module in packed:
-            rows, columns = module.weight_shape
+    elif format is not None and named:
+        for _, module in named:
             module.format = format
-            size = (rows, format.row_bytes(columns))
-            empty = torch.empty(size, dtype=torch.uint8, device=module.weight.device)
-            module._parameters["weight"] = nn.Parameter(empty, requires_grad=False)
+            for key, (*rows, columns) in _dense_shapes(module).items():
+                device = module.get_parameter(key).device
+                empty = torch.empty((*rows, format.row_bytes(columns)), dtype=torch.uint8, device=device)
+                module._parameters[key] = nn.Parameter(empty, requires_grad=False)
     elif format is not None:
         from halfbyte.nn.convert import convert_layers_  # it imports this package for its Report
 
         convert_layers_(model, format, SkipRules(None).of_model(model), None, caller="plan")
+
+
+def _dense_shapes(module: Packed) -> dict[str, tuple[int, ...]]:
+    """Parameters that hold packed rows, and the shapes that they stand for."""
+    if isinstance(module, QuantExperts):
+        return dict(module.weight_shapes)
+    assert isinstance(module, PackedRows)
+    return {"weight": module.weight_shape}
+
+
+def packed_parameters(model: nn.Module) -> dict[int, tuple[Format, tuple[int, ...]]]:
+    """Format and dense shape of everything packed, by the parameter's id."""
+    return {
+        id(module.get_parameter(name)): (module.format, shape)
+        for module in model.modules()
+        if isinstance(module, Packed)
+        for name, shape in _dense_shapes(module).items()
+    }
+
+
+def packed_bytes(subject: Subject, format: Format | None) -> int:
+    """Bytes of all packed weights of the whole model, in a format or (None) as they are."""
+    times = {id(p): 1 + fold.extra for fold in subject.folds for module in fold.middle for p in module.parameters()}
+    return sum(
+        math.prod(rows) * (format or own).row_bytes(columns) * times.get(key, 1)
+        for key, (own, (*rows, columns)) in packed_parameters(subject.model).items()
+    )
 
 
 @contextmanager

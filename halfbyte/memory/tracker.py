@@ -5,17 +5,33 @@ from __future__ import annotations
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["StorageTracker"]
+if TYPE_CHECKING:
+    from halfbyte.memory.fold import Fold
+
+__all__ = ["StorageTracker", "in_backward"]
 
 _READ = torch.ops.aten._local_scalar_dense.default
 _LINEAR_TOKENS = 512  # kLinearTokens of csrc/cpu: rows of activations that the tiled product converts at a time
+
+_SMALL_TOKENS = 16  # kSmallM of csrc/cuda/linear_route.h: so few read the packed rows directly
+
+
+@dataclass
+class _Entry:
+    """A counted storage: what it is, its bytes, the fold that it belongs to, and as how many it counts now."""
+
+    kind: str
+    size: int
+    owner: Fold | None
+    times: int
 
 
 class StorageTracker(TorchDispatchMode):
@@ -25,11 +41,18 @@ class StorageTracker(TorchDispatchMode):
     which is all that is needed. Numbers that the step reads back (`.item()`, as torch's own optimizers do with the step
     count) are taken as 1, since no data exists.
 
+    Storages may belong to a `Fold`: between the runs of its middle block they count as often as the whole model has such
+    blocks. While it runs they count once, and the other blocks as what they hold then: in forward and in backward, that is
+    what the middle block held before it ran, for some of them, and what it holds after, for the others. Sums over blocks are
+    largest with all of one or all of the other, and both are compared with the peak.
+
     Attributes:
         kind: what new storages are counted as.
         live: bytes by kind now.
         peak: largest sum so far.
         at_peak: bytes by kind at that moment.
+        sums: the sum at every moment that was compared with the peak, in order.
+        owners: the fold that a parameter belongs to, by its id.
     """
 
     def __init__(self) -> None:
@@ -39,8 +62,16 @@ class StorageTracker(TorchDispatchMode):
         self.total = 0
         self.peak = 0
         self.at_peak: dict[str, int] = {}
+        self.sums: list[int] = []
+        self.owners: dict[int, Fold] = {}
         self.ignored: set[int] = set()
-        self._kinds: dict[int, tuple[str, int]] = {}
+        self._entries: dict[int, _Entry] = {}
+        self._inside: Fold | None = None
+        self._making: Fold | None = None  # the fold that new storages belong to
+        self._others: dict[str, int] = {}  # what the other blocks of the fold that runs are counted as
+        self._ran: set[Fold] = set()
+        self._began = 0
+        self._inner: tuple[int, dict[str, int]] = (0, {})  # the largest sum since then
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -49,38 +80,88 @@ class StorageTracker(TorchDispatchMode):
         if func is _READ and isinstance(args[0], torch._subclasses.FakeTensor):
             return _one(args[0].dtype)
         out = func(*args, **(kwargs or {}))
-        for leaf in tree_leaves(out):
-            if isinstance(leaf, Tensor):
-                self.track(leaf)
+        if func.namespace == "aten" and func.__name__.startswith("_foreach") and isinstance(out, (list, tuple)):
+            for made, given in zip(out, args[0], strict=False):  # a temporary per parameter
+                self.track(made, owner=self._owner_of(given))
+        else:
+            for leaf in tree_leaves(out):
+                if isinstance(leaf, Tensor):
+                    self.track(leaf)
         inside = _TEMPORARIES.get(str(func))
         if inside is not None:
             self.moment(inside(args))
         return out
 
-    def track(self, tensor: Tensor, kind: str | None = None) -> None:
-        """Counts a tensor's storage from now on; an explicit `kind` also renames one that is counted already."""
+    def track(self, tensor: Tensor, kind: str | None = None, owner: Fold | None = None) -> None:
+        """Counts a tensor's storage from now on; an explicit `kind` or `owner` also changes one that is counted already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self.ignored:
             return
-        known = self._kinds.get(key)
+        known = self._entries.get(key)
         if known is not None:
-            if kind is not None and known[0] != kind:
-                self.live[known[0]] -= known[1]
-                self.live[kind] += known[1]
-                self._kinds[key] = (kind, known[1])
-                if self.total == self.peak:  # a gradient gets its name right after it is made
-                    self.at_peak = {each: size for each, size in self.live.items() if size}
+            self._rename(known, kind or known.kind)
+            if owner is not None:
+                self.own(tensor, owner)
             return
-        size = storage.nbytes()
-        kind = kind or self.kind
-        self._kinds[key] = (kind, size)
+        kind, owner = kind or self.kind, owner or self._making
+        entry = self._entries[key] = _Entry(kind, storage.nbytes(), owner, self._times(owner))
         weakref.finalize(storage, self._released, key)
-        self.add(kind, size)
+        self.add(kind, entry.size * entry.times)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
         """Never counts these tensors' storages: someone else accounts for them. Keep them alive."""
         self.ignored.update(t.untyped_storage()._cdata for t in tensors)
+
+    def owner(self, parameter: Tensor) -> Fold | None:
+        """The fold that a parameter belongs to."""
+        return self.owners.get(id(parameter))
+
+    def count(self, parameter: Tensor) -> int:
+        """How many parameters of the whole model this one stands for."""
+        owner = self.owner(parameter)
+        return 1 if owner is None else 1 + owner.extra
+
+    def own(self, tensor: Tensor, owner: Fold | None) -> None:
+        """Makes a counted storage that of a fold, or of none."""
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        if entry is not None and entry.owner is not owner:
+            before, entry.owner, entry.times = entry.times, owner, self._times(owner)
+            self.add(entry.kind, entry.size * (entry.times - before))
+
+    @property
+    def balanced(self) -> bool:
+        """Whether every fold that was entered was left, and each that a step watches ran at least once."""
+        return self._inside is None and {*self.owners.values()} <= self._ran
+
+    def enter(self, fold: Fold, backward: bool = False) -> None:
+        """A fold's middle block begins: what it holds and makes counts once from here on, the others as it stands now."""
+        if self._inside is not None:
+            raise RuntimeError("a block runs inside of another one")
+        self._others = self._held(fold)
+        self._inside, self._making = fold, None if backward else fold
+        self._recount(fold)
+        self._began, self._inner = len(self.sums), (0, {})
+
+    def leave(self, fold: Fold) -> None:
+        """It ends: the others are as it is now."""
+        if self._inside is not fold:
+            raise RuntimeError("blocks do not run one after the other")
+        self._ran.add(fold)
+        others = self._held(fold)
+        change = {kind: others.get(kind, 0) - self._others.get(kind, 0) for kind in {*others, *self._others}}
+        more, (inner, at_inner) = sum(change.values()), self._inner
+        self.sums += [sum + more for sum in self.sums[self._began :]]
+        if inner + more > self.peak:
+            self.peak = inner + more
+            kinds = {*at_inner, *change}
+            self.at_peak = {kind: size for kind in kinds if (size := at_inner.get(kind, 0) + change.get(kind, 0))}
+        for kind, size in change.items():
+            self.live[kind] += size
+        self.total += more
+        self._inside = self._making = None
+        self._recount(fold)
+        self.moment()
 
     def add(self, kind: str, size: int) -> None:
         """Counts `size` bytes (negative: releases them) that no tensor stands for."""
@@ -91,16 +172,59 @@ class StorageTracker(TorchDispatchMode):
 
     def moment(self, inside: int = 0) -> None:
         """Compares this moment with the peak; `inside`: bytes that a kernel takes and gives back during its call."""
-        if self.total + inside > self.peak:
-            self.peak = self.total + inside
-            self.at_peak = {kind: size for kind, size in self.live.items() if size}
-            if inside:
-                self.at_peak[self.kind] = self.at_peak.get(self.kind, 0) + inside
+        sum = self.total + inside
+        self.sums.append(sum)
+        if sum > self.peak:
+            self.peak, self.at_peak = sum, self._kinds(inside)
+        if self._inside is not None and sum > self._inner[0]:
+            self._inner = (sum, self._kinds(inside))
+
+    def _kinds(self, inside: int) -> dict[str, int]:
+        kinds = {kind: size for kind, size in self.live.items() if size}
+        if inside:
+            kinds[self.kind] = kinds.get(self.kind, 0) + inside
+        return kinds
+
+    def _rename(self, entry: _Entry, kind: str) -> None:
+        if entry.kind == kind:
+            return
+        self.live[entry.kind] -= entry.size * entry.times
+        self.live[kind] += entry.size * entry.times
+        entry.kind = kind
+        if self.total == self.peak:  # a gradient gets its name right after it is made
+            self.at_peak = self._kinds(0)
+        if self._inside is not None and self.total == self._inner[0]:
+            self._inner = (self.total, self._kinds(0))
+
+    def _times(self, owner: Fold | None) -> int:
+        return 1 if owner is None or owner is self._inside else 1 + owner.extra
+
+    def _owner_of(self, tensor: Tensor) -> Fold | None:
+        entry = self._entries.get(tensor.untyped_storage()._cdata)
+        return None if entry is None else entry.owner
+
+    def _held(self, fold: Fold) -> dict[str, int]:
+        """What the other blocks take if each holds what the middle one does."""
+        held: defaultdict[str, int] = defaultdict(int)
+        for entry in self._entries.values():
+            if entry.owner is fold:
+                held[entry.kind] += entry.size * fold.extra
+        return held
+
+    def _recount(self, fold: Fold) -> None:
+        for entry in self._entries.values():
+            if entry.owner is fold:
+                entry.times = self._times(fold)
 
     def _released(self, key: int) -> None:
-        kind, size = self._kinds.pop(key)
-        self.live[kind] -= size
-        self.total -= size
+        entry = self._entries.pop(key)
+        self.live[entry.kind] -= entry.size * entry.times
+        self.total -= entry.size * entry.times
+
+
+def in_backward() -> bool:
+    """Whether autograd runs: a module's forward is a recomputation then."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def _one(dtype: torch.dtype) -> float | bool:
@@ -108,12 +232,35 @@ def _one(dtype: torch.dtype) -> float | bool:
 
 
 def _linear(args: tuple[Any, ...]) -> int:
-    """The activations in the product's own order: at most 512 tokens at a time."""
-    input, in_features = args[0], args[5]
-    if input.device.type != "cpu":
-        return 0
+    """CPU: the activations in the product's own order, at most 512 tokens at a time. CUDA: the decoded weight."""
+    input, packed, in_features = args[0], args[1], args[5]
     tokens = input.numel() // in_features
-    return min(tokens, _LINEAR_TOKENS) * in_features * input.element_size()
+    if input.device.type == "cpu":
+        return min(tokens, _LINEAR_TOKENS) * in_features * input.element_size()
+    small = tokens <= _SMALL_TOKENS and args[3] < 4 and input.dtype != torch.float32
+    return 0 if small else packed.shape[0] * in_features * input.element_size()
 
 
-_TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {"halfbyte.linear.default": _linear}
+def _decoded(input: Tensor, packed: Tensor, in_features: int) -> int:
+    return 0 if input.device.type == "cpu" else packed.shape[0] * in_features * input.element_size()
+
+
+def _lora(args: tuple[Any, ...]) -> int:
+    """CUDA: the decoded weight, and the branch that the product starts from."""
+    input, packed, in_features = args[0], args[1], args[-1]
+    branch = 0 if input.device.type == "cpu" else input.numel() // in_features * packed.shape[0] * input.element_size()
+    return branch + _decoded(input, packed, in_features)
+
+
+def _lora_backward(args: tuple[Any, ...]) -> int:
+    grad, packed, in_features = args[0], args[1], args[-1]
+    branch = 0 if grad.device.type == "cpu" else grad.numel() // packed.shape[0] * in_features * grad.element_size()
+    return branch + _decoded(grad, packed, in_features)
+
+
+_TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {
+    "halfbyte.linear.default": _linear,
+    "halfbyte.linear_backward_input.default": lambda args: _decoded(args[0], args[1], args[4]),
+    "halfbyte.lora_linear.default": _lora,
+    "halfbyte.lora_linear_backward_input.default": _lora_backward,
+}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfbyte.formats import Format
 from halfbyte.nn.linear import packed_linear
-from halfbyte.nn.packed import Packed
+from halfbyte.nn.packed import Packed, cannot_load
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.quantize import quantize
 
@@ -84,6 +84,49 @@ class QuantExperts(Packed):
         dtype = dtype or self.compute_dtype or self.dense_dtype
         return dequantize(self.get_parameter(name)[expert], self.format, self.weight_shapes[name][2], dtype)
 
+    def dense_shape(self, name: str) -> tuple[int, int, int]:
+        """Shape of a weight in the layout of the dense class: (E, N, K), or (E, K, N)."""
+        E, N, K = self.weight_shapes[name]
+        return (E, K, N) if self.is_transposed else (E, N, K)
+
+    @torch.no_grad()
+    def quantize_(self, name: str, dense_weight: Tensor) -> None:
+        """Replaces the rows of one weight, expert by expert, in place.
+
+        Args:
+            name: "gate_up_proj", "up_proj" or "down_proj".
+            dense_weight: of the shape that `dense_shape` says, float32, bfloat16 or float16.
+        """
+        rows = self.get_parameter(name)
+        for expert in range(rows.shape[0]):
+            rows[expert].copy_(pack_experts(self, dense_weight[expert], self.format))
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        metadata = getattr(destination, "_metadata", None)
+        if metadata is not None:
+            columns = {name: shape[2] for name, shape in self.weight_shapes.items()}
+            metadata.setdefault(prefix[:-1], {}).update(format=str(self.format), in_features=columns)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        error_msgs: list[str] = rest[-1]
+        saved, columns = local_metadata.get("format"), local_metadata.get("in_features", {})
+        changed = dict(state_dict)
+        for name, shape in self.weight_shapes.items():
+            key = prefix + name
+            value = state_dict.get(key)
+            if value is None:
+                continue
+            problem = cannot_load(value, self.format, shape, self.dense_shape(name), saved, columns.get(name))
+            if problem:
+                error_msgs.append(f"{key}: {problem}")
+                return
+            if value.dtype != torch.uint8:  # a dense checkpoint: quantize on the way in
+                assigned = local_metadata.get("assign_to_params_buffers")
+                device = value.device if assigned else self.get_parameter(name).device
+                changed[key] = pack_experts(self, value.detach(), self.format).to(device)
+        super()._load_from_state_dict(changed, prefix, local_metadata, *rest)
+
     def extra_repr(self) -> str:
         """Sizes and format."""
         sizes = ", ".join(f"{name}={shape}" for name, shape in self.weight_shapes.items())
@@ -115,18 +158,24 @@ def quantize_experts_(experts: nn.Module, format: Format, compute_dtype: torch.d
 
 def dequantize_experts_(experts: QuantExperts, dtype: torch.dtype) -> nn.Module:
     """The inverse of `quantize_experts_`: dense weights of `dtype` in the layout of the dense class."""
-    for name, (E, N, K) in experts.weight_shapes.items():
-        transposed = experts.is_transposed
-        dense = torch.empty((E, K, N) if transposed else (E, N, K), dtype=dtype, device=experts.get_parameter(name).device)
-        for expert in range(E):
-            values = experts.dequantize(name, expert, dtype)
-            dense[expert] = values.t() if transposed else values
+    for name in experts.weight_shapes:
+        dense = torch.empty(experts.dense_shape(name), dtype=dtype, device=experts.get_parameter(name).device)
+        decode_experts(experts, name, dense)
         experts._parameters[name] = nn.Parameter(dense, requires_grad=False)
     kind = experts.dense_class
     for name in ("format", "compute_dtype", "dense_dtype", "dense_class", "weight_shapes"):
         experts.__dict__.pop(name, None)
     experts.__class__ = kind  # type: ignore[assignment]
     return experts
+
+
+def decode_experts(experts: QuantExperts, name: str, dense: Tensor) -> None:
+    """Writes the values of one weight into `dense`, which lies as in the dense class; on meta nothing."""
+    if dense.is_meta:
+        return
+    for expert in range(dense.shape[0]):
+        values = experts.dequantize(name, expert, dense.dtype)
+        dense[expert] = values.t() if experts.is_transposed else values
 
 
 def expert_shape(experts: nn.Module, weight: Tensor) -> tuple[int, int, int]:

@@ -19,10 +19,11 @@ from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.nn.attention import adapt_attention
 from halfbyte.nn.conv1d import is_conv1d
+from halfbyte.nn.experts import QuantExperts, dequantize_experts_, expert_weights, quantize_experts_
 from halfbyte.nn.hosts import import_bridges
 from halfbyte.nn.initializers import Initializers
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_, quantize_linear_
-from halfbyte.nn.packed import reusing_dense_buffer
+from halfbyte.nn.packed import Packed, reusing_dense_buffer
 from halfbyte.nn.settings import InitSettings, active_settings, hosts, on_dense, owner_of, paused, stack
 from halfbyte.nn.skip import dense_reason, mark_dense, tell_config
 from halfbyte.ops.quantize import FLOAT_DTYPES
@@ -38,7 +39,7 @@ def init_quantized(
     compute_dtype: torch.dtype | str | None = None,
     activations: str | None = None,
 ) -> Iterator[None]:
-    """Builds models quantized: every `nn.Linear` constructed inside is packed from birth.
+    """Builds models quantized: every `nn.Linear` constructed inside is packed from birth, fused experts as well.
 
     No dense model exists at any time: each layer draws its initial weight, packs it and releases it. On meta nothing is
     computed. Initializers that models run afterwards (`nn.init.*`, `weight.data.normal_()`) work on packed rows. Inside
@@ -145,14 +146,17 @@ def _install() -> Callable[[], None]:
 
     # xavier and kaiming read the fans off the tensor, trunc_normal_ samples out of place: both need the dense shape.
     def fan(tensor: Tensor) -> tuple[int, int]:
-        module = owner_of(tensor)
-        return original_fan(tensor) if module is None else (module.in_features, module.out_features)
+        owner = owner_of(tensor)
+        found: tuple[int, int] = original_fan(
+            tensor if owner is None else torch.empty(owner.dense_shape, device="meta")
+        )
+        return found
 
     def trunc_normal(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        module = owner_of(tensor)
-        if module is None:
+        owner = owner_of(tensor)
+        if owner is None:
             return original_trunc(tensor, *args, **kwargs)
-        on_dense(module, lambda dense: original_trunc(dense, *args, **kwargs))
+        on_dense(owner, lambda dense: original_trunc(dense, *args, **kwargs))
         return tensor
 
     nn.Linear.__init__ = linear_init  # type: ignore[method-assign]
@@ -177,11 +181,13 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
     built = False
     for path, module in child.named_modules():
         partial = f"{name}.{path}" if path else name
-        if is_conv1d(module) and not settings.rules.by_name(partial) and not dense_reason(module):
-            born = quantize_linear_(module, settings.format, settings.compute_dtype)
-            settings.born.add(born)
+        # Not known before they are complete: their weights were drawn, or are still to be initialized.
+        late = is_conv1d(module) or bool(expert_weights(module))
+        if late and not isinstance(module, Packed) and not settings.rules.by_name(partial) and not dense_reason(module):
+            convert = quantize_linear_ if is_conv1d(module) else quantize_experts_
+            settings.born.add(convert(module, settings.format, settings.compute_dtype))
             settings.built += 1
-        if type(module) is not QuantLinear or module not in settings.born:
+        if not isinstance(module, Packed) or module not in settings.born:
             continue
         reason = settings.rules.by_name(partial) or settings.rules.by_owner(parent, partial)
         if not reason:
@@ -195,7 +201,10 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
             adapt_attention(module)
 
 
-def _make_dense(layer: QuantLinear, reason: str, fresh: bool) -> None:
+def _make_dense(layer: Any, reason: str, fresh: bool) -> None:
+    if isinstance(layer, QuantExperts):
+        mark_dense(dequantize_experts_(layer, layer.dense_dtype), reason)
+        return
     # Straight after construction nobody has initialized the layer yet, so it is drawn anew in full precision; a name
     # that matches further up may concern a layer its builder has filled in the meantime, so its values are kept.
     shape, device, dtype = layer.weight_shape, layer.weight.device, layer.dense_dtype

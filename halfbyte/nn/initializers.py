@@ -35,16 +35,16 @@ class Initializers(TorchFunctionMode):
         source = args[1] if len(args) > 1 else None
         if name == "copy_" and isinstance(source, Tensor) and source.dtype == torch.uint8:
             return func(*args, **kwargs)  # packed rows into packed rows
-        module = owner_of(target)
-        if module is None:
+        owner = owner_of(target)
+        if owner is None:
             return func(*args, **kwargs)
-        if target.shape != module.weight.shape:
+        if target.shape != owner.module.get_parameter(owner.name).shape:
             raise TypeError(
-                f"init_quantized: {name} on part of the packed rows of {module}; initialize the whole weight, "
+                f"init_quantized: {name} on part of the packed rows of {owner.module}; initialize the whole weight, "
                 f"or build this layer outside the context"
             )
         if args:
-            on_dense(module, lambda dense: func(dense, *args[1:], **kwargs))
+            on_dense(owner, lambda dense: func(dense, *args[1:], **kwargs))
         else:
-            on_dense(module, lambda dense: func(**{**kwargs, "tensor": dense}))
+            on_dense(owner, lambda dense: func(**{**kwargs, "tensor": dense}))
         return target

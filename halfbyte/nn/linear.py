@@ -12,12 +12,15 @@ from halfbyte.formats import Format
 from halfbyte.nn.conv1d import linear_shape, linear_weight
 from halfbyte.nn.packed import PackedRows, as_dtype, dense_buffer
 from halfbyte.nn.tensor_parallel import linear_sharded
+from halfbyte.ops.fp8_linear import fp8_linear_by_id
 from halfbyte.ops.int8_linear import int8_linear_by_id
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.lora_linear import lora_linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
 from halfbyte.optim.sharding import is_dtensor
 
+# What multiplies when the input is quantized, by `activations`.
+_ON_ACTIVATIONS = {"int8": int8_linear_by_id, "fp8": fp8_linear_by_id}
 _AS_IT_IS = nullcontext()
 
 
@@ -33,8 +36,8 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         format: a `Format` or its name.
         compute_dtype: dtype (or its name) that inputs and the bias are cast to for the product. None: the autocast dtype
             where autocast is active, else the input's dtype. The output does not follow it, see `forward`.
-        activations: "int8" quantizes each row of the input to int8 and multiplies in integers (`halfbyte.ops.int8_linear`;
-            format "int8" only); None multiplies the input as it is.
+        activations: "int8" or "fp8", the format itself: quantizes each row of the input to it and multiplies the codes
+            (`halfbyte.ops.int8_linear`, `halfbyte.ops.fp8_linear`); None multiplies the input as it is.
         device: where to put the parameters; on "meta" nothing is computed.
         dtype: dtype of the bias and of the dense weight this stands for; None: torch's default dtype.
 
@@ -100,11 +103,16 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         nn.Linear.reset_parameters(dense)
         self.quantize_(dense.weight)
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Applies the layer.
+    def forward(self, input: Tensor, lora: tuple[Tensor, Tensor, float] | None = None) -> Tensor:
+        r"""Applies the layer, and a low-rank branch beside it where one is given: :math:`x W^T + b + s\,(x A^T) B^T`.
+
+        The branch is an argument, not a method of its own, so that what wraps a call (FSDP1's gathering of the rows,
+        checkpointing) surrounds the two as one autograd node.
 
         Args:
-            input: shape (..., in_features), float32, bfloat16 or float16.
+            input: x, shape (..., in_features), float32, bfloat16 or float16.
+            lora: (A, B, s): A of shape (rank, in_features), float32, bfloat16 or float16; B of shape (out_features, rank) in
+                A's dtype; the factor s. `halfbyte.ops.lora_linear` says what is multiplied in what. None: no branch.
 
         Returns:
             Shape (..., out_features) in the dtype that a dense layer would return: the autocast dtype where autocast is
@@ -113,52 +121,27 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
 
         Raises:
             TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
+            ValueError: A or B does not fit.
+            NotImplementedError: `lora` is given, and the layer quantizes its activations or is tensor parallel.
         """
         parameters: dict[str, Any] = self._parameters  # nn.Module finds a name there too, but takes 0.6 us for each
         # FSDP1 and parametrizations keep them elsewhere, each by itself.
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401 - get() would look twice
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
+        if lora is not None and (self.activations is not None or is_dtensor(weight)):
+            raise NotImplementedError(
+                f"QuantLinear: lora works on a layer with activations=None whose rows are all here, got activations="
+                f"{self.activations!r} and a {type(weight).__name__}; add the branch to the layer's own output"
+            )
         if is_dtensor(weight):
             return linear_sharded(input, weight, bias, self._compute)
-        return self._compute(input, self.packed if self._contained else weight, bias)
+        return self._compute(input, self.packed if self._contained else weight, bias, lora)
 
-    def _compute(self, input: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    def _compute(
+        self, input: Tensor, packed: Tensor, bias: Tensor | None, lora: tuple[Tensor, Tensor, float] | None = None
+    ) -> Tensor:
         dtypes = self.compute_dtype, self.dense_dtype
-        if self.activations is None:
-            return packed_linear(input, packed, bias, self.format, self.in_features, *dtypes)
-        input, bias, apart, returned = in_compute_dtype(input, bias, *dtypes)
-        with torch.autocast(input.device.type, enabled=False) if apart else _AS_IT_IS:
-            output = int8_linear_by_id(input, packed, bias, self.in_features)
-        return output if output.dtype == returned else output.to(returned)
-
-    def forward_with_lora(self, input: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float) -> Tensor:
-        r"""Applies the layer and a low-rank branch beside it as one autograd node: :math:`x W^T + b + s\,(x A^T) B^T`.
-
-        Args:
-            input: shape (..., in_features), float32, bfloat16 or float16.
-            lora_A: A, shape (rank, in_features), float32, bfloat16 or float16.
-            lora_B: B, shape (out_features, rank), A's dtype.
-            scaling: s.
-
-        Returns:
-            Shape (..., out_features), of the dtype that `forward` returns; `halfbyte.ops.lora_linear` says what is
-            multiplied in what.
-
-        Raises:
-            TypeError: as for `forward`.
-            ValueError: A or B does not fit.
-            NotImplementedError: the layer quantizes its activations.
-        """
-        if self.activations is not None:
-            raise NotImplementedError(
-                f"QuantLinear.forward_with_lora: activations must be None, got {self.activations!r}; add the branch to the "
-                f"layer's own output"
-            )
-        input, bias, apart, returned = in_compute_dtype(input, self.bias, self.compute_dtype, self.dense_dtype)
-        sizes = (self.format.id, self.format.block_size, self.in_features)
-        with torch.autocast(input.device.type, enabled=False) if apart else _AS_IT_IS:
-            output = lora_linear_by_id(input, self.packed, bias, lora_A, lora_B, scaling, [], *sizes)
-        return output if output.dtype == returned else output.to(returned)
+        return packed_linear(input, packed, bias, self.format, self.in_features, *dtypes, lora, self.activations)
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802 - PEFT's name
@@ -231,11 +214,19 @@ def packed_linear(
     in_features: int,
     compute_dtype: torch.dtype | None,
     dense_dtype: torch.dtype,
+    lora: tuple[Tensor, Tensor, float] | None = None,
+    activations: str | None = None,
 ) -> Tensor:
-    """`halfbyte.ops.linear` in the compute dtype, see `in_compute_dtype`."""
+    """The product with packed rows in the compute dtype, see `in_compute_dtype` and `QuantLinear.forward`."""
     input, bias, apart, returned = in_compute_dtype(input, bias, compute_dtype, dense_dtype)
+    sizes = format.id, format.block_size, in_features
     with torch.autocast(input.device.type, enabled=False) if apart else _AS_IT_IS:
-        output = linear_by_id(input, packed, bias, format.id, format.block_size, in_features)
+        if lora is not None:
+            output = lora_linear_by_id(input, packed, bias, *lora, [], *sizes)
+        elif activations is not None:
+            output = _ON_ACTIVATIONS[activations](input, packed, bias, in_features)
+        else:
+            output = linear_by_id(input, packed, bias, *sizes)
     return output if output.dtype == returned else output.to(returned)
 
 
@@ -271,10 +262,10 @@ def checked_activations(activations: str | None, format: Format) -> str | None:
     """`activations` as `QuantLinear` takes it, if it goes with `format`."""
     if activations is None:
         return None
-    if activations != "int8":
-        raise ValueError(f"activations must be None or 'int8', got {activations!r}")
-    if str(format) != "int8":
-        raise NotImplementedError(f"activations='int8' needs format='int8', got format={str(format)!r}")
+    if activations not in _ON_ACTIVATIONS:
+        raise ValueError(f"activations must be None, 'int8' or 'fp8', got {activations!r}")
+    if str(format) != activations:
+        raise NotImplementedError(f"activations={activations!r} needs format={activations!r}, got format={str(format)!r}")
     return activations
 
 

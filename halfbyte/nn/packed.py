@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +16,9 @@ from halfbyte.nn.tensor_parallel import refuse_cut_rows
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, quantize
 from halfbyte.optim.sharding import first_row, is_dtensor, local
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -54,11 +58,11 @@ def reusing_dense_buffer() -> Iterator[None]:
             _dense_buffer.bytes = None
 
 
-def dense_buffer(shape: tuple[int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
+def dense_buffer(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Uninitialized memory for a dense weight that lives until the next call at most."""
     if not _dense_buffer.depth or device.type != "cpu":
         return torch.empty(shape, dtype=dtype, device=device)
-    size = shape[0] * shape[1] * dtype.itemsize
+    size = math.prod(shape) * dtype.itemsize
     if _dense_buffer.bytes is None or _dense_buffer.bytes.numel() < size:
         _dense_buffer.bytes = None  # release it before a larger one is taken
         _dense_buffer.bytes = torch.empty(size, dtype=torch.uint8)
@@ -77,6 +81,43 @@ class Packed(nn.Module):
     format: Format
     compute_dtype: torch.dtype | None
     dense_dtype: torch.dtype
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        """What `.to(dtype)`, `.half()` and the like do to every module: the rows stay, `dense_dtype` follows.
+
+        So the layer returns what a dense one would after the same call.
+        """
+        super()._apply(fn, recurse)
+        dtype = fn(torch.empty(0, dtype=self.dense_dtype)).dtype
+        if dtype in FLOAT_DTYPES:
+            self.dense_dtype = dtype
+        return self
+
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
+        """As `nn.Module` does for what can train, which packed rows can't.
+
+        Called by users, and by PEFT on what `modules_to_save` names.
+
+        Args:
+            requires_grad: False freezes the bias as well.
+
+        Returns:
+            The module.
+
+        Raises:
+            RuntimeError: True.
+
+        Note:
+            `requires_grad_(True)` on a tensor, or on a module around this one, is torch's own and raises torch's message
+            ("only Tensors of floating point dtype can require gradients"): see docs/troubleshooting.md.
+        """
+        if requires_grad:
+            raise RuntimeError(  # as torch does
+                f"requires_grad_: the packed rows of {type(self).__name__}({self.extra_repr()}) can't require a gradient. "
+                "Train an adapter on them (PEFT's LoRA), make the layer dense (skip=, peft's modules_to_save on a dense "
+                "layer, lightning_plugin.GradualUnfreezing while it trains), or call bias.requires_grad_(True) for its bias"
+            )
+        return super().requires_grad_(False)
 
 
 class PackedRows(Packed):
@@ -208,25 +249,45 @@ class PackedRows(Packed):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)
 
     def _cannot_load(self, value: Tensor, local_metadata: dict[str, Any]) -> str | None:
-        """Why `value` can't become this module's rows, or None."""
-        rows, columns = self.weight_shape
-        if value.dtype != torch.uint8:
-            if value.dtype not in FLOAT_DTYPES:
-                return f"expected packed uint8 rows or a dense {FLOAT_NAMES} weight, got {describe(value)}"
-            if tuple(value.shape) != (rows, columns):
-                return f"a dense weight must have shape {(rows, columns)}, got {tuple(value.shape)}"
-            return None
-        saved = local_metadata.get("format", str(self.format))
-        if saved != str(self.format):
-            return (
-                f"the checkpoint holds {saved} rows, the module is {self.format}; "
-                f"build it with format={saved!r}, or dequantize the checkpoint first"
-            )
-        in_features = local_metadata.get("in_features", columns)
-        expected = (rows, self.format.row_bytes(columns))
-        if in_features != columns or tuple(value.shape) != expected:
-            return (
-                f"packed {self.format} rows for in_features={columns} must have shape {expected}, got "
-                f"{tuple(value.shape)} for in_features={in_features}; were they quantized with another format?"
-            )
+        saved = local_metadata.get("format"), local_metadata.get("in_features")
+        return cannot_load(value, self.format, self.weight_shape, self.weight_shape, *saved)
+
+
+def cannot_load(
+    value: Tensor,
+    format: Format,
+    shape: tuple[int, ...],
+    dense_shape: tuple[int, ...],
+    saved_format: str | None,
+    saved_in_features: int | None,
+) -> str | None:
+    """Why a tensor of a checkpoint can't become packed rows, or None.
+
+    Args:
+        value: the tensor, packed or dense.
+        format: of the module.
+        shape: (..., N, K) of the weight that the rows stand for.
+        dense_shape: of a dense weight; some modules store it transposed.
+        saved_format: what the checkpoint says that its rows are; None if it doesn't.
+        saved_in_features: the same for K.
+    """
+    columns = shape[-1]
+    if value.dtype != torch.uint8:
+        if value.dtype not in FLOAT_DTYPES:
+            return f"expected packed uint8 rows or a dense {FLOAT_NAMES} weight, got {describe(value)}"
+        if tuple(value.shape) != dense_shape:
+            return f"a dense weight must have shape {dense_shape}, got {tuple(value.shape)}"
         return None
+    if saved_format not in (None, str(format)):
+        return (
+            f"the checkpoint holds {saved_format} rows, the module is {format}; "
+            f"build it with format={saved_format!r}, or dequantize the checkpoint first"
+        )
+    in_features = columns if saved_in_features is None else saved_in_features
+    expected = (*shape[:-1], format.row_bytes(columns))
+    if in_features != columns or tuple(value.shape) != expected:
+        return (
+            f"packed {format} rows for in_features={columns} must have shape {expected}, got "
+            f"{tuple(value.shape)} for in_features={in_features}; were they quantized with another format?"
+        )
+    return None

@@ -6,14 +6,15 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from halfbyte.formats import Format
-from halfbyte.nn.linear import QuantLinear, checked_activations
-from halfbyte.nn.packed import as_dtype, dense_buffer
+from halfbyte.nn.experts import QuantExperts, decode_experts
+from halfbyte.nn.linear import checked_activations
+from halfbyte.nn.packed import Packed, as_dtype, dense_buffer
 from halfbyte.nn.skip import SkipRules
 from halfbyte.ops.dequantize import dequantize
 
@@ -38,7 +39,7 @@ class InitSettings:
         self.skip = None if skip is None else SkipRules(skip).patterns
         self.compute_dtype = as_dtype("compute_dtype", compute_dtype)
         self.rules = SkipRules(skip)
-        self.born: weakref.WeakSet[QuantLinear] = weakref.WeakSet()
+        self.born: weakref.WeakSet[Packed] = weakref.WeakSet()
         self.built = 0  # layers quantized inside and not turned back; hosts add those that they load
         self.hosts = ExitStack()
 
@@ -85,26 +86,54 @@ def stack() -> list[InitSettings]:
     return _thread.stack
 
 
-def owner_of(tensor: Any) -> QuantLinear | None:
-    """The layer born in an active context of this thread whose packed rows `tensor` is or aliases, or None."""
+class Owner(NamedTuple):
+    """Which packed rows an initializer was given.
+
+    Attributes:
+        module: a `QuantLinear` or `QuantExperts`.
+        name: of the parameter.
+    """
+
+    module: Any
+    name: str
+
+    @property
+    def dense_shape(self) -> tuple[int, ...]:
+        """Shape of the dense weight that models would initialize there."""
+        module = self.module
+        shape: tuple[int, ...] = (
+            module.dense_shape(self.name) if isinstance(module, QuantExperts) else module.weight_shape
+        )
+        return shape
+
+
+def owner_of(tensor: Any) -> Owner | None:
+    """Whose packed rows `tensor` is or aliases, among what was born in active contexts of this thread, or None."""
     if not isinstance(tensor, Tensor) or tensor.dtype != torch.uint8 or tensor.is_meta:
         return None
     pointer = tensor.untyped_storage().data_ptr()
     for settings in _thread.stack:
         for module in settings.born:
-            if type(module) is QuantLinear and module.weight.untyped_storage().data_ptr() == pointer:
-                return module
+            for name, rows in module.named_parameters(recurse=False):
+                if rows.dtype == torch.uint8 and rows.untyped_storage().data_ptr() == pointer:
+                    return Owner(module, name)
     return None
 
 
 _DECODE_ELEMENTS = 1 << 20  # old values are decoded in slices, so that one dense weight is all that ever exists
 
 
-def on_dense(module: QuantLinear, initialize: Callable[[Tensor], Any]) -> None:
-    """Lets `initialize` fill a temporary dense weight (N, K) of the layer, then packs it."""
-    dense = dense_buffer(module.weight_shape, module.dense_dtype, module.weight.device)
-    step = max(1, _DECODE_ELEMENTS // module.in_features)
+def on_dense(owner: Owner, initialize: Callable[[Tensor], Any]) -> None:
+    """Lets `initialize` fill a temporary dense weight of `owner.dense_shape`, then packs it."""
+    module = owner.module
+    dense = dense_buffer(owner.dense_shape, module.dense_dtype, module.get_parameter(owner.name).device)
     with torch.no_grad():
+        if isinstance(module, QuantExperts):
+            decode_experts(module, owner.name, dense)
+            initialize(dense)
+            module.quantize_(owner.name, dense)
+            return
+        step = max(1, _DECODE_ELEMENTS // module.in_features)
         for start in range(0, module.out_features, step):
             rows = slice(start, start + step)
             dense[rows] = dequantize(module.packed[rows], module.format, module.in_features, module.dense_dtype)

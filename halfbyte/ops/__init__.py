@@ -9,6 +9,7 @@ from halfbyte.ops.broadcast import quantize_broadcast_, quantize_scatter_
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.embedding import embedding
 from halfbyte.ops.error_feedback import error_feedback
+from halfbyte.ops.fp8_linear import fp8_linear
 from halfbyte.ops.int8_linear import int8_linear
 from halfbyte.ops.linear import clear_workspace, linear, linear_backward_input
 from halfbyte.ops.lora_linear import lora_linear
@@ -22,6 +23,7 @@ __all__ = [
     "dequantize",
     "embedding",
     "error_feedback",
+    "fp8_linear",
     "int8_linear",
     "linear",
     "linear_backward_input",

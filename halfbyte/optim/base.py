@@ -71,9 +71,16 @@ class Optimizer8bit(Optimizer):
 
         Raises:
             NotImplementedError: a complex parameter, named by its position (or name, if the group has names).
+            ValueError: packed rows alone; among parameters that train they are passed over, as frozen ones are.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
+        if group["params"] and all(p.dtype == torch.uint8 for p in group["params"]):
+            raise ValueError(
+                f"{type(self).__name__}: {self._describe(group, 0)} and all others of its group are packed rows (uint8), "
+                "which can't train: pass the adapters' parameters, or make layers dense first "
+                "(lightning_plugin.GradualUnfreezing)"
+            )
         for i, p in enumerate(group["params"]):
             if p.is_complex():
                 raise NotImplementedError(

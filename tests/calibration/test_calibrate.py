@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +108,21 @@ def test_same_seed_same_bytes(tiny_llama: Any, ids: Tensor) -> None:
         halfbyte.calibrate(model, ids, tokens=256, seq_len=64, seed=seed)
         rows.append(packed(model))
     assert same(rows[0], rows[1]) and not same(rows[0], rows[2])
+
+
+def test_the_bar_shows_every_weight_with_its_errors(
+    tiny_llama: Any, ids: Tensor, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tqdm = pytest.importorskip("tqdm")
+    shown: list[str] = []
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(tqdm.auto.tqdm, "set_postfix_str", lambda bar, text, refresh=True: shown.append(text))
+    report = halfbyte.calibrate(tiny_llama(), ids, **SIZES)
+    measured = [layer for layer in report.layers if layer.error is not None]
+    assert len(measured) == 21 and len(shown) == 21
+    for text, layer in zip(shown, measured, strict=True):
+        assert text == f"{layer.name.removeprefix('model.layers.')} {layer.plain_error:.4f} -> {layer.error:.4f}"
+    assert "21/21" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("streamed", [True, False])

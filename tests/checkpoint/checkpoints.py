@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -11,22 +12,30 @@ from torch import Tensor, nn
 
 import halfbyte
 from halfbyte import reference
+from halfbyte.optim.sharding import is_dtensor
 
 WIDTH, HIDDEN = 96, 33
 
 
 class Block(nn.Module):
+    """Rows that ranks can't share evenly (33), and a layer of one row: the second rank has none."""
+
     def __init__(self) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
         self.up = nn.Linear(WIDTH, HIDDEN)
         self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.gate = nn.Linear(WIDTH, 1)
         self.register_buffer("scale", torch.tensor(2.0))
         self.register_buffer("seen", torch.tensor([3], dtype=torch.int64))
         self.register_buffer("phase", torch.ones(4), persistent=False)
 
     def reset_parameters(self) -> None:
         raise AssertionError("would draw the parameters anew")
+
+    def forward(self, input: Tensor) -> Tensor:
+        hidden = self.norm(input)
+        return input + torch.sigmoid(self.gate(hidden)) * self.down(torch.relu(self.up(hidden))) * self.scale
 
 
 class Net(nn.Module):
@@ -42,12 +51,13 @@ class Net(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         hidden = self.embedding(tokens)
         for block in self.layers:
-            hidden = hidden + block.down(torch.relu(block.up(block.norm(hidden)))) * block.scale
+            hidden = block(hidden)
         return self.lm_head(hidden)
 
 
-def on_meta() -> Net:
-    with torch.device("meta"):
+def on_meta(format: str | None = None) -> Net:
+    """Without memory; with a format the layers are packed already."""
+    with torch.device("meta"), nullcontext() if format is None else halfbyte.init_quantized(format):
         model = Net()
     for block in model.layers:
         block.phase = torch.ones(4)
@@ -65,17 +75,22 @@ def values() -> dict[str, Tensor]:
 def expected(format: str = "nf4") -> dict[str, Tensor]:
     """By the reference and by plain casts."""
     own = Net().state_dict()
-    packed = [f"layers.{i}.{name}.weight" for i in range(3) for name in ("up", "down")]
+    packed = [f"layers.{i}.{name}.weight" for i in range(3) for name in ("up", "down", "gate")]
     return {n: reference.quantize(v, format) if n in packed else v.to(own[n].dtype) for n, v in values().items()}
 
 
 def check(model: nn.Module, format: str = "nf4") -> None:
-    found, wanted = model.state_dict(), expected(format)
+    """All of it is as expected; a sharded model is gathered, by all ranks at once."""
+    state, wanted = model.state_dict(), expected(format)
+    sharded = any(is_dtensor(value) for value in state.values())
+    found = {name: value.full_tensor() if is_dtensor(value) else value for name, value in state.items()}
     assert found.keys() == {*wanted, "lm_head.weight"}
     for name, value in wanted.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
-    assert model.lm_head.weight is model.embedding.weight
-    halfbyte.verify(model)
+    assert torch.equal(found["lm_head.weight"], found["embedding.weight"])
+    if not sharded:
+        assert model.lm_head.weight is model.embedding.weight
+        halfbyte.verify(model)
 
 
 def write_dense(folder: Path) -> Path:

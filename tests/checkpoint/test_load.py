@@ -6,8 +6,12 @@ import copy
 import gc
 import json
 import pickle
+import signal
+import subprocess
+import sys
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -32,7 +36,7 @@ def test_a_dense_folder_into_any_model(dense: Path, build) -> None:
     model = build()
     report = load_quantized(model, dense, progress=False)
     check(model)
-    assert len(report.quantized) == 6
+    assert len(report.quantized) == 9
     tokens = torch.arange(8)[None]
     other = Net()
     other.load_state_dict({**values(), "lm_head.weight": values()["embedding.weight"]})
@@ -108,6 +112,76 @@ def test_saving_again_replaces_and_keeps_other_files(dense: Path, tmp_path: Path
         assert len(list(folder.glob("*.safetensors"))) == 1
         assert not list(folder.glob(".*"))
     assert (folder / "tokenizer.json").exists()
+
+
+KILLED = """
+import os, pathlib, signal, sys; sys.path[:0] = sys.argv[2:4]
+import torch
+from test_load import configured
+from halfbyte import save_quantized
+torch.set_num_threads(1)  # no threads that a fork would lose
+model, calls = configured("fp4"), [0]
+def deadly(original, last):
+    def call(*arguments, **keywords):
+        calls[0] += 1
+        if calls[0] > last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **keywords)
+    return call
+for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    child = os.fork()
+    if child == 0:
+        for owner, name in ((os, "replace"), (pathlib.Path, "unlink")):
+            setattr(owner, name, deadly(getattr(owner, name), int(folder.name)))
+        save_quantized(model, folder)
+        os._exit(0)
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+class _Config(SimpleNamespace):
+    def to_dict(self) -> dict:
+        return dict(vars(self))
+
+
+def configured(format: str) -> nn.Module:
+    """A small model with a config, as transformers' have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.Linear(32, 64))
+    halfbyte.quantize_model(model, format)
+    model.config = _Config(made_for=format, architectures=["Net"])
+    return model
+
+
+@pytest.mark.parametrize("single", [False, True])
+def test_killed_between_any_two_steps_a_folder_is_the_old_one_or_the_new_one(tmp_path: Path, single: bool) -> None:
+    """config.json and weights are never of two saves; `single`: the old one is a file as transformers writes it."""
+    for steps in range(12):
+        folder = tmp_path / f"{steps:02}"
+        save_quantized(configured("int8"), folder)
+        if single:
+            (file,) = folder.glob("model-*")
+            file.rename(folder / "model.safetensors")
+            (folder / "model.safetensors.index.json").unlink()
+    arguments = [sys.executable, "-c", KILLED, str(tmp_path), str(Path(__file__).parents[2]), str(Path(__file__).parent)]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=90, check=False)
+    codes = [int(line) for line in done.stdout.split()]
+    assert set(codes) == {-signal.SIGKILL, 0} and codes == sorted(codes), (codes, done.stderr)
+    seen = []
+    for folder in sorted(tmp_path.iterdir()):
+        with files.Checkpoint(folder) as found:
+            formats = {str(stored.format) for stored in found if stored.format}
+            assert formats == {found.config["made_for"]} == {found.config["quantization_config"]["format"]}
+        seen += formats
+        model = configured(*formats)
+        model[0].weight.zero_()
+        load_quantized(model, folder, progress=False)
+        assert torch.equal(model[0].weight, configured(*formats)[0].weight)
+        save_quantized(configured("nf4"), folder)  # after which nothing of the killed one is left
+        (file,) = folder.glob("*.safetensors")
+        assert {f.name for f in folder.iterdir()} == {"config.json", "model.safetensors.index.json", file.name}
+        assert json.loads((folder / "config.json").read_text())["made_for"] == "nf4"
+    assert seen == sorted(seen, reverse=True) and seen.count("int8") > 2 and seen.count("fp4") > codes.count(0)
 
 
 def test_packed_embeddings_and_layers_that_stayed_dense(tmp_path: Path) -> None:

@@ -129,6 +129,18 @@ def aligned(size: int, offset: int) -> Tensor:
     return buffer[start : start + size]
 
 
+def obstacle_of(emulated: Emulated, *, backward: bool, **change: int) -> str | None:
+    """Why the small kernel of linear (or of its backward) can't take a problem; the default is one that both take."""
+    p = {"M": 16, "N": 4096, "K": 4096, "format": 0, "block_size": 64, "dtype": 1, "input_width": 16, "packed_width": 16}
+    p |= change
+    name, wide = ctypes.c_char_p(), {"M", "N", "K", "block_size"}
+    sizes = [ctypes.c_int64(value) if key in wide else value for key, value in p.items()]
+    index = emulated.c.linear_obstacle(int(backward), *sizes, ctypes.byref(name))
+    assert index >= -1
+    assert (index == -1) is (name.value is None)
+    return None if name.value is None else name.value.decode()
+
+
 @pytest.fixture(scope="session")
 def emulated() -> Emulated:
     """csrc/cuda/*.cu compiled with the host compiler: once per state of the sources, also with several test workers."""

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../../csrc/cuda/elements.h"
+#include "../../csrc/cuda/fp8_linear_route.h"
 #include "../../csrc/cuda/geometry.h"
 #include "../../csrc/cuda/int8_linear_route.h"
 #include "../../csrc/cuda/kernels.h"
@@ -48,26 +49,50 @@ int emulated_linear_small(const void* input, int64_t M, const uint8_t* packed, i
                                    addend_stride, output, partial, splits, nullptr);
 }
 
+int emulated_linear_backward_small(const void* grad, int64_t M, const uint8_t* packed, int64_t N, int format, int64_t block_size,
+                                   int64_t in_features, int dtype, const void* addend, void* output, float* partial, int64_t splits) {
+  return cuda::launch_linear_backward_small(grad, M, packed, N, row_layout(format, block_size, in_features), DType(dtype), addend,
+                                            output, partial, splits, nullptr);
+}
+
+int64_t backward_splits_of(int64_t N, int64_t K, int64_t multiprocessors) { return cuda::backward_splits(N, K, multiprocessors); }
+
 int emulated_int8_linear(const uint8_t* tokens, int64_t M, const uint8_t* packed, int64_t N, int64_t in_features,
                          const int32_t* sums, int dtype, const void* bias, void* output) {
   return cuda::launch_int8_linear(tokens, M, packed, N, row_layout(kInt8, 0, in_features), sums, DType(dtype), bias, output, nullptr);
 }
 
+int emulated_fp8_operands(const void* input, int dtype, int64_t M, const uint8_t* packed, int64_t N, int64_t in_features,
+                          uint8_t* codes, float* token_scales, float* row_scales) {
+  return cuda::launch_fp8_operands(input, DType(dtype), M, packed, N, row_layout(kFP8, 0, in_features), codes, token_scales,
+                                   row_scales, nullptr);
+}
+
+// Name of the first obstacle, or null where aten::_scaled_mm takes the problem.
+const char* fp8_obstacle_of(int64_t M, int64_t N, int64_t K, int dtype, int packed_width, int capability) {
+  const int index = cuda::fp8_obstacle({M, N, K, DType(dtype), packed_width, capability});
+  return index < 0 ? nullptr : cuda::kFP8Obstacles[index].name;
+}
+
 int int8_takes_int_mm(int64_t M, int64_t N, int64_t K) { return cuda::takes_int_mm({M, N, K}); }
 
-// Index of the first obstacle, or -1 where the small kernel takes the problem.
-int linear_obstacle(int64_t M, int64_t N, int64_t K, int format, int64_t block_size, int dtype, int input_width, int packed_width,
-                    const char** name) {
+// Index of the first obstacle, or -1 where the small kernel (of backward) takes the problem.
+int linear_obstacle(int backward, int64_t M, int64_t N, int64_t K, int format, int64_t block_size, int dtype, int input_width,
+                    int packed_width, const char** name) {
   const cuda::LinearProblem p{M, N, K, format, block_size, DType(dtype), input_width, packed_width};
+  const auto chosen = backward ? cuda::backward_route(p) : cuda::route(p);
   int index = 0;
-  for (const cuda::Obstacle& obstacle : cuda::kSmallObstacles) {
-    if (obstacle.applies(p)) {
-      *name = obstacle.name;
-      return cuda::route(p) == cuda::LinearRoute::kDense ? index : -2;
+  const auto find = [&](const auto& obstacles) {
+    for (const cuda::Obstacle& obstacle : obstacles) {
+      if (obstacle.applies(p)) {
+        *name = obstacle.name;
+        return chosen == cuda::LinearRoute::kDense ? index : -2;
+      }
+      ++index;
     }
-    ++index;
-  }
-  return cuda::route(p) == cuda::LinearRoute::kSmall ? -1 : -2;
+    return chosen == cuda::LinearRoute::kSmall ? -1 : -2;
+  };
+  return backward ? find(cuda::kBackwardObstacles) : find(cuda::kSmallObstacles);
 }
 
 void small_plan_of(int64_t N, int64_t K, int64_t multiprocessors, int64_t* out) {
@@ -129,15 +154,15 @@ int64_t optimizer_tables(int64_t count, const int64_t* rows, const int64_t* leng
 // Codes of a * 1 for a block of scale 1, all floats of `x`.
 void encode_moments(const float* x, int64_t count, int is_signed, uint8_t* codes) {
   const DynamicMap map = make_dynamic_map(is_signed != 0);
-  cuda::MapTables tables;
-  memcpy(tables.A, map.A, sizeof map.A);
-  memcpy(tables.B, map.B, sizeof map.B);
-  memcpy(tables.J, map.J, sizeof map.J);
-  memcpy(tables.above, map.above, sizeof map.above);
+  cuda::ClassTables tables;
+  for (uint32_t exponent = 0; exponent < cuda::kExponents; ++exponent) cuda::fill_classes(tables, map, exponent);
   const cuda::BlockEncoder block = cuda::block_encoder(0x3F800000u);
   for (int64_t i = 0; i < count; ++i) {
-    codes[i] = uint8_t(is_signed ? cuda::encode_moment<true>(tables, map.guess_offset, map.midpoint, block, x[i])
-                                 : cuda::encode_moment<false>(tables, map.guess_offset, map.midpoint, block, x[i]));
+    const float value[1] = {x[i]};
+    uint32_t code[1];
+    if (is_signed) cuda::encode_moments<true>(tables, map.midpoint, block, value, code);
+    else cuda::encode_moments<false>(tables, map.midpoint, block, value, code);
+    codes[i] = uint8_t(code[0]);
   }
 }
 

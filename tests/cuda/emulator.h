@@ -97,12 +97,46 @@ inline uint2 load_once(const uint8_t* p) {
   return v;
 }
 
+template <class T>
+const T* kept(const T* p) {
+  return p;
+}
+
+class LaneTable {
+ public:
+  explicit LaneTable(const uint32_t* table) : table_(table + threadIdx.x % 32) {}
+  uint32_t decode(uint32_t word, int i) const { return table_[((word >> (8 * i)) & 0xFFu) * 32]; }
+
+ private:
+  const uint32_t* table_;
+};
+
+class ByteTable {
+ public:
+  explicit ByteTable(const float* table) : table_(table) {}
+  float at(uint32_t word, int i) const { return table_[(word >> (8 * i)) & 0xFFu]; }
+
+ private:
+  const float* table_;
+};
+
 // One register of a fragment as two floats.
 template <class T>
 void halves(uint32_t word, float (&out)[2]) {
   T pair[2];
   memcpy(static_cast<void*>(pair), &word, 4);
   for (int i = 0; i < 2; ++i) out[i] = float(pair[i]);
+}
+
+template <class T>
+uint32_t multiply_pair(uint32_t a, uint32_t b) {
+  float x[2], y[2];
+  halves<T>(a, x);
+  halves<T>(b, y);
+  const T pair[2] = {T(x[0] * y[0]), T(x[1] * y[1])};  // exact in fp32, rounded once
+  uint32_t word;
+  memcpy(&word, pair, 4);
+  return word;
 }
 
 // mma.sync.m16n8k16: products in fp32 exactly, added in fp32 in the order of k (the hardware's order is not documented).
@@ -144,5 +178,6 @@ cudaError_t launch(void (*kernel)(Params...), unsigned grid_x, unsigned grid_y, 
   return emulator::run(grid_x, grid_y, block, shared_bytes, [&] { kernel(args...); });
 }
 inline int multiprocessors() { return 2; }
+inline int compute_capability() { return 90; }
 
 }  // namespace halfbyte::cuda

@@ -12,7 +12,8 @@ from torch import Tensor
 import halfbyte
 from halfbyte.formats import Format
 
-DTYPE_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+from .conftest import DTYPES, obstacle_of
+
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}  # of one rounding, relative
 
 
@@ -30,7 +31,7 @@ def run(emulated: Any, x: Tensor, packed: Tensor, fmt: Format, bias: Tensor | No
         fmt.id,
         fmt.block_size,
         k,
-        DTYPE_IDS[x.dtype],
+        DTYPES[x.dtype],
         bias if bias is not None else ctypes.c_void_p(None),
         n if bias is not None and bias.dim() == 2 else 0,
         output,
@@ -125,30 +126,7 @@ def test_more_tiles_than_thread_blocks(emulated: Any) -> None:
     ],
 )
 def test_route(emulated: Any, change: dict[str, int], obstacle: str | None) -> None:
-    p = {
-        "M": 16,
-        "N": 4096,
-        "K": 4096,
-        "format": 0,
-        "block_size": 64,
-        "dtype": 1,
-        "input_width": 16,
-        "packed_width": 16,
-        **change,
-    }
-    name = ctypes.c_char_p()
-    index = emulated.c.linear_obstacle(
-        ctypes.c_int64(p["M"]),
-        ctypes.c_int64(p["N"]),
-        ctypes.c_int64(p["K"]),
-        p["format"],
-        ctypes.c_int64(p["block_size"]),
-        p["dtype"],
-        p["input_width"],
-        p["packed_width"],
-        ctypes.byref(name),
-    )
-    assert (index >= 0, name.value and name.value.decode()) == (obstacle is not None, obstacle)
+    assert obstacle_of(emulated, backward=False, **change) == obstacle
 
 
 @pytest.mark.parametrize("sms", [1, 20, 108, 132])

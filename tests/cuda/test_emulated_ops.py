@@ -26,7 +26,7 @@ FORMATS = [
     "nf4-dq:32",
     "fp4-dq:1024",
 ]
-WIDTHS = [1, 2, 7, 8, 31, 63, 64, 65, 100, 576, 1027]
+WIDTHS = [1, 2, 7, 8, 31, 63, 64, 65, 100, 576, 1027, 1304]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
@@ -121,10 +121,11 @@ def test_every_code_decodes_like_the_cpu_op(emulated: Any, name: str) -> None:
 @pytest.mark.parametrize("index_dtype", [torch.int64, torch.int32], ids=str)
 def test_embedding_equals_the_cpu_op(emulated: Any, name: str, index_dtype: torch.dtype) -> None:
     fmt = Format.parse(name)
-    packed = ops.quantize(samples(50, 100, torch.float32), fmt)
-    indices = torch.randint(0, 50, (333,), generator=torch.Generator().manual_seed(1)).to(index_dtype)
-    got = emulated.embedding(indices, packed, fmt, 100, torch.bfloat16)
-    assert same_values(got, ops.embedding(indices, packed, fmt, 100, torch.bfloat16))
+    for k in (100, 1304):  # unit by unit; two segments of a row
+        packed = ops.quantize(samples(50, k, torch.float32), fmt)
+        indices = torch.randint(0, 50, (99,), generator=torch.Generator().manual_seed(1)).to(index_dtype)
+        got = emulated.embedding(indices, packed, fmt, k, torch.bfloat16)
+        assert same_values(got, ops.embedding(indices, packed, fmt, k, torch.bfloat16))
 
 
 @pytest.mark.parametrize("bad", [-1, 50, 2**40])

@@ -82,8 +82,8 @@ def test_shapes_on_a_fake_cuda_device(name: str) -> None:
         assert (y.shape, y.dtype, y.device.type) == ((2, 3, 48), torch.bfloat16, "cuda")
         gradient = ops.linear_backward_input(y, packed, fmt, 100)
         assert (gradient.shape, gradient.dtype, gradient.device.type) == ((2, 3, 100), torch.bfloat16, "cuda")
-        if name == "int8":
-            y = ops.int8_linear(x, packed, None, 100)
+        if name in ("int8", "fp8"):
+            y = getattr(ops, f"{name}_linear")(x, packed, None, 100)
             assert (y.shape, y.dtype, y.device.type) == ((2, 3, 48), torch.bfloat16, "cuda")
         a, b = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((8, 100), (48, 4)))
         y = ops.lora_linear(x, packed, None, a, b, 2.0, fmt, 100, splits=[40, 8])
@@ -121,6 +121,7 @@ def test_a_cuda_kernel_called_without_a_gpu_says_so() -> None:
         ("linear", (torch.zeros(2, 65), torch.zeros(4, 48, dtype=torch.uint8), None, 0, 64, 64), "must be in_features=64"),
         ("linear_backward_input", (torch.zeros(2, 5), torch.zeros(4, 48, dtype=torch.uint8), 0, 64, 64), "out_features=4"),
         ("int8_linear", (torch.zeros(2, 65), torch.zeros(4, 80, dtype=torch.uint8), None, 64), "must be in_features=64"),
+        ("fp8_linear", (torch.zeros(2, 65), torch.zeros(4, 80, dtype=torch.uint8), None, 64), "must be in_features=64"),
         (
             "lora_linear",
             (

@@ -63,7 +63,7 @@ def mean(values: list[float]) -> list[float]:
 def same_as_one_process(tied: bool, checkpointing: bool, offload: bool, clip: bool) -> float:
     reference, model = Model(tied), Model(tied)
     rows = [layer.packed.clone() for layer in packed_layers(reference)]
-    kwargs: dict[str, Any] = {"offload_policy": CPUOffloadPolicy(pin_memory=False)} if offload else {}
+    kwargs: dict[str, Any] = {"offload_policy": CPUOffloadPolicy()} if offload else {}
     fully_shard(model, checkpointing=checkpointing, **kwargs)
     optimizers = optimizer_of(reference), optimizer_of(model)
 

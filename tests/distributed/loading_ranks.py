@@ -1,140 +1,24 @@
-"""Run by test_loading.py on every rank: loads that succeed, equal to one process byte for byte, and loads that fail."""
+"""Run by test_loading.py on every rank: loads that succeed, equal to one process byte for byte. faults.py has the others."""
 
 from __future__ import annotations
 
-import os
-import re
-import signal
 import sys
 import time
 import warnings
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
-import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
-from torch import Tensor, nn
+from checkpoints import Net, check, on_meta, values, write_dense
+from fault_cases import flip
 
 import halfbyte
 from halfbyte import reference
 from halfbyte.checkpoint import files, sources
 from halfbyte.distributed import fully_shard, loading, quantize_broadcast, quantize_scatter
 from halfbyte.nn import QuantLinear
-
-WIDTH, HIDDEN = 96, 33
-
-
-class Block(nn.Module):
-    """Rows that ranks can't share evenly (33), one row (the second rank has none), a bias, a norm, a scalar buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, HIDDEN)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
-        self.gate = nn.Linear(WIDTH, 1)
-        self.register_buffer("scale", torch.tensor(2.0))
-
-    def forward(self, input: Tensor) -> Tensor:
-        hidden = self.norm(input)
-        return input + torch.sigmoid(self.gate(hidden)) * self.down(torch.relu(self.up(hidden))) * self.scale
-
-
-class Model(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(51, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(3))
-        self.lm_head = nn.Linear(WIDTH, 51, bias=False)
-        self.lm_head.weight = self.embedding.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        hidden = self.embedding(tokens)
-        for layer in self.layers:
-            hidden = layer(hidden)
-        return self.lm_head(hidden)
-
-
-def built(format: str = "nf4") -> Model:
-    with torch.device("meta"), halfbyte.init_quantized(format):
-        return Model()
-
-
-def values() -> dict[str, Tensor]:
-    torch.manual_seed(7)
-    state = Model().state_dict()
-    del state["lm_head.weight"]
-    drawn = {name: torch.randn(value.shape) for name, value in state.items()}
-    return {name: value.bfloat16() if "up" in name else value for name, value in drawn.items()}
-
-
-def expected(format: str = "nf4") -> dict[str, Tensor]:
-    """What a model must hold, by the reference and by plain casts."""
-    found: dict[str, Tensor] = {}
-    model = Model()
-    for name, value in values().items():
-        owner = model.get_submodule(name.rpartition(".")[0])
-        packed = isinstance(owner, nn.Linear) and name.endswith("weight")
-        found[name] = reference.quantize(value, format) if packed else value.to(model.state_dict()[name].dtype)
-    found["lm_head.weight"] = found["embedding.weight"]
-    return found
-
-
-def gathered(model: nn.Module) -> dict[str, Tensor]:
-    state = {}
-    for name, tensor in model.state_dict().items():
-        full = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-        state[name] = full.detach()
-    return state
-
-
-def check(model: nn.Module, format: str = "nf4") -> None:
-    wanted, found = expected(format), gathered(model)
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
-
-
-def raises(text: str, call: Any, within: float = 10.0) -> None:
-    """`call` raises on this rank, in time, with `text`; afterwards the training group works."""
-    start = time.monotonic()
-    with pytest.raises((ValueError, RuntimeError, OSError), match=re.escape(text)) as caught:
-        call()
-    took = time.monotonic() - start
-    assert took < within, took
-    print(f"RAISED {took:.2f} s: {str(caught.value)[:200]}", flush=True)
-    total = torch.ones(1)
-    dist.all_reduce(total)
-    assert total.item() == dist.get_world_size()
-
-
-def on_source(monkey: Any, after: int, act: Any) -> Any:
-    """Makes the source's `after`-th fill act; returns what undoes it."""
-    original, calls = monkey.fill, [0]
-
-    def fill(self: Any, *args: Any) -> None:
-        calls[0] += 1
-        if calls[0] == after:
-            act()
-        original(self, *args)
-
-    monkey.fill = fill
-
-    def undo() -> None:
-        monkey.fill = original
-
-    return undo
-
-
-def fail() -> None:
-    raise OSError("disk read error (injected)")
-
-
-def die() -> None:
-    print(f"DIES AT {time.time():.2f}", flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def successes(folder: Path) -> None:
@@ -148,7 +32,7 @@ def successes(folder: Path) -> None:
 
     files.Checkpoint.__init__ = counted  # type: ignore[method-assign]
     loading.BUCKET_BYTES = 4096  # many buckets, and rows of an entry in several
-    for model in (built(), Model(), built()):
+    for model in (on_meta("nf4"), Net(), on_meta("nf4")):
         if rank and isinstance(model.layers[0].up, QuantLinear) is False:
             for parameter in model.parameters():
                 parameter.data.zero_()
@@ -157,14 +41,14 @@ def successes(folder: Path) -> None:
     assert bool(opened) is (rank == 0), opened
     tokens = torch.arange(20)[None]
     wanted = model(tokens)
-    model = fully_shard(built(), checkpointing=False)
+    model = fully_shard(on_meta("nf4"), checkpointing=False)
     halfbyte.load_quantized(model, path, source_rank=1, progress=False)
     assert torch.equal(model(tokens), wanted)  # FSDP2 works with the parameters that it was given
     model(tokens).sum().backward()
     assert model.layers[0].norm.weight.grad is not None
     assert not model.layers[0].gate.weight.to_local().numel() or rank == 0
     check(model)
-    other = fully_shard(built(), checkpointing=False)
+    other = fully_shard(on_meta("nf4"), checkpointing=False)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         other.to_empty(device="cpu")  # as Lightning does: memory that exists is filled in place
@@ -191,94 +75,76 @@ def successes(folder: Path) -> None:
     files.Checkpoint.__init__ = original  # type: ignore[method-assign]
 
 
-def failures(folder: Path) -> None:
-    path, rank = folder / "dense", dist.get_rank()
+def a_slow_source_is_not_a_dead_one(folder: Path) -> None:
+    original, calls = sources.CheckpointSource.fill, [0]
 
-    def load(where: Path = path, model: Any = None, **arguments: Any) -> None:
-        halfbyte.load_quantized(model or built(), where, progress=False, **arguments)
+    def slow(self: object, *arguments: object) -> None:
+        calls[0] += 1
+        if calls[0] == 3:
+            time.sleep(2.5)
+        original(self, *arguments)
 
-    raises("no checkpoint at", lambda: load(folder / "nowhere"))
-    raises("truncated", lambda: load(folder / "truncated"))
-    raises("ranks differ in format", lambda: load(format="nf4" if rank else "fp4", model=Model()))
-    raises("ranks differ in model", lambda: load(model=built("nf4" if rank else "fp4")))
-    raises("lazy=True works in one process", lambda: load(lazy=True))
-    raises("embedding.weight: has shape (51, 96) in the checkpoint", lambda: load(model=nn.ModuleDict(wider(rank))))
-    for after in (1, 9):
-        undo = on_source(sources.CheckpointSource, after, fail)
-        raises("disk read error (injected)", load)
-        undo()
-    if rank == 1:  # a receiver that can't keep what it got
-        original = sources.Entry.row_nbytes
-        from halfbyte.checkpoint import layout
+    with (
+        patch.object(sources.CheckpointSource, "fill", slow),
+        patch.object(loading, "ALIVE_S", 0.2),
+        patch.object(loading, "TIMEOUT_S", 1.0),
+    ):
+        model = on_meta("nf4")
+        halfbyte.load_quantized(model, folder / "dense", progress=False)
+        check(model)
 
-        write = layout.Slot.write
-        layout.Slot.write = lambda self, first, data: fail()  # type: ignore[method-assign,assignment]
-    raises("disk read error (injected)", load)
-    if rank == 1:
-        layout.Slot.write = write  # type: ignore[method-assign]
-        assert original is sources.Entry.row_nbytes
-    loading.ALIVE_S = 0.2
-    loading.TIMEOUT_S = 1.0
-    undo = on_source(sources.CheckpointSource, 3, lambda: time.sleep(2.5))  # slow is not dead
-    model = built()
-    load(model=model)
-    undo()
-    check(model)
-    loading.TIMEOUT_S = 8.0
-    damage(folder / "cache")
+
+def filling_and_sending_overlap(folder: Path) -> None:
+    """Both made slow: while one bucket is sent, the next is filled. A bar counts the bytes, on the source alone."""
+    fill, scatter = sources.CheckpointSource.fill, loading.LoaderGroup.scatter
+    spans: dict[str, list[tuple[float, float]]] = {"filled": [], "sent": []}
+    bars: list[Any] = []
+
+    def slowly(original: Any, name: str) -> Any:
+        def call(self: Any, *arguments: Any) -> None:
+            begun = time.monotonic()
+            time.sleep(0.01)
+            original(self, *arguments)
+            spans[name].append((begun, time.monotonic()))
+
+        return call
+
+    class Bar:
+        def __init__(self, total: int, **_: Any) -> None:
+            self.total, self.count = total, 0
+            bars.append(self)
+
+        def update(self, count: int) -> None:
+            self.count += count
+
+        def close(self) -> None:
+            pass
+
+    with (
+        patch.object(sources.CheckpointSource, "fill", slowly(fill, "filled")),
+        patch.object(loading.LoaderGroup, "scatter", slowly(scatter, "sent")),
+        patch("tqdm.auto.tqdm", Bar),
+    ):
+        model = fully_shard(on_meta("nf4"), checkpointing=False)
+        halfbyte.load_quantized(model, folder / "dense")
+        check(model)
+    assert len(bars) == (1 if dist.get_rank() == 0 else 0)
+    if bars:
+        assert bars[0].count == bars[0].total > 0
+        both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans["filled"] for c, d in spans["sent"])
+        assert both > 0.5 * sum(b - a for a, b in spans["sent"]), spans
+
+
+def a_damaged_cache_under_fsdp2(folder: Path) -> None:
+    if dist.get_rank() == 0:
+        flip(folder)
     dist.barrier()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = fully_shard(built(), checkpointing=False)
-        load(model=model, cache_dir=folder / "cache")
+        model = fully_shard(on_meta("nf4"), checkpointing=False)
+        halfbyte.load_quantized(model, folder / "dense", cache_dir=folder / "cache", progress=False)
         check(model)
-    assert [str(w.message) for w in caught if "is damaged" in str(w.message)].__len__() == (1 if rank == 0 else 0)
-
-
-def wider(rank: int) -> dict[str, nn.Module]:
-    with torch.device("meta"):
-        model = Model()
-        model.embedding = nn.Embedding(52, WIDTH)
-    return dict(model.named_children())
-
-
-def damage(cache: Path) -> None:
-    if dist.get_rank() == 0:
-        for file in cache.glob("*/model-*.safetensors"):
-            content = bytearray(file.read_bytes())
-            content[-100] ^= 4
-            file.write_bytes(content)
-
-
-def deaths(folder: Path, case: str) -> None:
-    rank = dist.get_rank()
-    loading.BUCKET_BYTES = 4096
-    victim = 0 if case.startswith("source") else 1
-    if rank == victim:
-        if case == "source-before":
-            files.Checkpoint.__init__ = lambda *_: die()  # type: ignore[method-assign,assignment]
-        elif case == "source-during":
-            on_source(sources.CheckpointSource, 9, die)
-        elif case == "source-after":
-            loading.LoaderGroup.finish = lambda self: die()  # type: ignore[method-assign]
-        else:
-            from halfbyte.checkpoint import layout
-
-            write, calls = layout.Slot.write, [0]
-
-            def dying(self: Any, first: int, data: Tensor) -> None:
-                calls[0] += 1
-                if calls[0] == 5:
-                    die()
-                write(self, first, data)
-
-            layout.Slot.write = dying  # type: ignore[method-assign]
-    try:
-        halfbyte.load_quantized(built(), folder / "dense", progress=False, cache_dir=folder / "cache")
-    except Exception as error:
-        print(f"RAISED AT {time.time():.2f}: {str(error)[:200]}", flush=True)
-        os._exit(0)
-    raise AssertionError("did not raise")
+    assert len([w for w in caught if "is damaged" in str(w.message)]) == (1 if dist.get_rank() == 0 else 0)
 
 
 if __name__ == "__main__":
@@ -286,24 +152,18 @@ if __name__ == "__main__":
     mode, folder = sys.argv[1], Path(sys.argv[2])
     dist.init_process_group("gloo")
     if dist.get_rank() == 0:
-        (folder / "dense").mkdir(exist_ok=True)
-        (folder / "truncated").mkdir(exist_ok=True)
-        save_file(values(), folder / "dense" / "model.safetensors")
-        whole = (folder / "dense" / "model.safetensors").read_bytes()
-        (folder / "truncated" / "model.safetensors").write_bytes(whole[:-1000])
+        write_dense(folder / "dense")
     dist.barrier()
     if mode == "hybrid":
         mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        sharded = fully_shard(built(), mesh=mesh, checkpointing=False)
+        sharded = fully_shard(on_meta("nf4"), mesh=mesh, checkpointing=False)
         halfbyte.load_quantized(sharded, folder / "dense", progress=False)
         check(sharded)
         assert sharded.layers[0].up.weight.to_local().shape[0] == (17, 16)[dist.get_rank() % 2]
-        print("DONE", flush=True)
-        dist.destroy_process_group()
-    elif mode == "loads":
-        successes(folder)
-        failures(folder)
-        print("DONE", flush=True)
-        dist.destroy_process_group()
     else:
-        deaths(folder, mode)
+        successes(folder)
+        a_slow_source_is_not_a_dead_one(folder)
+        filling_and_sending_overlap(folder)
+        a_damaged_cache_under_fsdp2(folder)
+    print("DONE", flush=True)
+    dist.destroy_process_group()

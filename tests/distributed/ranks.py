@@ -13,10 +13,13 @@ ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300  # a machine that many share is several times slower
 
 
-def run_ranks(script: Path, *arguments: str, world: int = 2, killed: int | None = None) -> list[str]:
+def run_ranks(
+    script: Path, *arguments: str, world: int = 2, killed: int | None = None, timeout: float = TIMEOUT_S
+) -> list[str]:
     """Runs `script` once per rank and returns what each printed. No process outlives the timeout.
 
-    `killed` is the rank that is expected to kill itself.
+    `killed` is the rank that is expected to kill itself. The scripts can import what is in this folder and in
+    tests/checkpoint.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -30,7 +33,7 @@ def run_ranks(script: Path, *arguments: str, world: int = 2, killed: int | None 
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "PYTHONWARNINGS": "ignore",
-        "PYTHONPATH": str(ROOT),
+        "PYTHONPATH": os.pathsep.join(map(str, (ROOT, ROOT / "tests/distributed", ROOT / "tests/checkpoint"))),
     }
     processes = [
         subprocess.Popen(
@@ -42,7 +45,7 @@ def run_ranks(script: Path, *arguments: str, world: int = 2, killed: int | None 
         )
         for rank in range(world)
     ]
-    deadline = time.monotonic() + TIMEOUT_S
+    deadline = time.monotonic() + timeout
     try:
         outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
     finally:

@@ -90,6 +90,7 @@ def main(folder: Path) -> None:
 
     with pytest.raises(ValueError if rank == 0 else RuntimeError, match="no such luck"):
         replicate(fail)
+
     def hooked() -> torch.nn.Module:
         layer = torch.nn.Linear(2, 2)
         layer.register_forward_hook(lambda *_: None)
@@ -99,6 +100,7 @@ def main(folder: Path) -> None:
         replicate(hooked)
     dist.barrier()
     print("DONE")
+    dist.destroy_process_group()  # or torch may abort the interpreter on its way out (pytorch#190489)
 
 
 if __name__ == "__main__":

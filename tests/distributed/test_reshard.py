@@ -20,6 +20,11 @@ def test_fsdp2_from_two_ranks_to_three(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_fsdp2_from_two_ranks_to_one_and_back(tmp_path: Path) -> None:
+    run("fsdp2", tmp_path, 2, 1, 2)
+
+
+@pytest.mark.slow
 def test_fsdp2_from_three_ranks_to_two_and_back(tmp_path: Path) -> None:
     run("fsdp2", tmp_path, 3, 2, 3)
 

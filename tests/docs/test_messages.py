@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from halfbyte.nn import QuantLinear
+from halfbyte.optim import AdamW8bit
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -53,8 +54,24 @@ def test_the_message_of_torch_is_what_a_user_sees() -> None:
         QuantLinear(64, 64).weight.requires_grad_(True)
 
 
-@pytest.mark.parametrize("page", ["migrating-from-bitsandbytes.md", "migrating-from-quanto-torchao.md"])
-def test_code_of_a_migration_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_packed_layer_says_what_to_do_instead() -> None:
+    layer = QuantLinear(64, 32)
+    message = r"packed rows of QuantLinear\(in_features=64, out_features=32.*PEFT's LoRA.*GradualUnfreezing"
+    with pytest.raises(RuntimeError, match=message):
+        layer.requires_grad_(True)
+    assert not layer.requires_grad_(False).bias.requires_grad
+    layer.bias.requires_grad_(True)
+
+
+def test_an_optimizer_of_packed_rows_alone_is_refused() -> None:
+    layer = QuantLinear(64, 32)
+    with pytest.raises(ValueError, match="AdamW8bit: parameter 0 of group 0 and all others of its group are packed rows"):
+        AdamW8bit([layer.weight])
+    assert len(AdamW8bit(layer.parameters()).param_groups[0]["params"]) == 2  # beside what trains they are passed over
+
+
+@pytest.mark.parametrize("page", ["callbacks.md", "migrating-from-bitsandbytes.md", "migrating-from-quanto-torchao.md"])
+def test_code_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 96}

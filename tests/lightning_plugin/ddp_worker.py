@@ -9,12 +9,19 @@ import zlib
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from lightning.fabric import Fabric
 from lightning_models import LR, RESUME_AT, STEPS, Module, Net, batch, trainer
 from torch import nn
 
 from halfbyte.nn import QuantLinear
-from lightning_plugin import FabricHalfbytePrecision, HalfbytePrecision, QuantizationReport
+from lightning_plugin import (
+    FabricHalfbytePrecision,
+    GradualUnfreezing,
+    HalfbytePrecision,
+    ProgressiveQuantization,
+    QuantizationReport,
+)
 
 
 def packed_bytes(module: nn.Module) -> list[int]:
@@ -44,6 +51,15 @@ def trainer_scenario(folder: Path, rank: int) -> dict:
         seen[where]["predicted"] = [float(output.sum()) for output in run.predict(resumed)]
     _, clipped = fit("configure", folder, gradient_clip_val=0.05)
     seen["clipped"] = clipped.losses
+    for name, plugin, callback in (
+        ("unfrozen", HalfbytePrecision("nf4"), GradualUnfreezing({2: ["first"]})),
+        ("packed later", None, ProgressiveQuantization({2: ["first"]})),
+    ):
+        changed = Module("configure")
+        run = trainer(plugin, STEPS, strategy="ddp", devices=2, use_distributed_sampler=False, callbacks=[callback])
+        run.fit(changed)
+        weight = changed.net.first.weight
+        seen[name] = {"losses": changed.losses, "weight": zlib.crc32(weight.detach().numpy()), "dtype": str(weight.dtype)}
     return seen
 
 
@@ -81,3 +97,4 @@ if __name__ == "__main__":
     folder, rank = Path(sys.argv[1]), int(os.environ["LOCAL_RANK"])
     result = {**trainer_scenario(folder, rank), "fabric": fabric_scenario(folder, rank)}
     (folder / f"rank{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()

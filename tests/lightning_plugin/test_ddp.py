@@ -3,61 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
-import time
 import zlib
 from pathlib import Path
 
 import pytest
 import torch
-from lightning_models import batch, losses_by_hand, packed_net
+from lightning_models import STEPS, Module, batch, losses_by_hand, packed_net, trainer
+from ranks import run_ranks
 from torch import nn
-
-HERE = Path(__file__).parent
-TIMEOUT_S = 120
-
-
-def run_ranks(folder: Path, world: int = 2) -> list[dict]:
-    """Runs ddp_worker.py on every rank and returns what each wrote; no process outlives the timeout."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    common = {
-        **os.environ,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "NODE_RANK": "0",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), str(HERE)]),
-        "PYTHONWARNINGS": "ignore",
-    }
-    logs = [folder / f"log{rank}" for rank in range(world)]
-    command = [sys.executable, str(HERE / "ddp_worker.py"), str(folder)]
-    processes = []
-    for rank, log in enumerate(logs):
-        with log.open("w") as output:
-            environment = {**common, "LOCAL_RANK": str(rank)}
-            processes.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        codes = [process.wait(max(1.0, deadline - time.monotonic())) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    assert codes == [0] * world, "\n".join(log.read_text()[-3000:] for log in logs)
-    results = [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(world)]
-    for rank, log in enumerate(logs):
-        results[rank]["log"] = log.read_text()
-    return results
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory) -> list[dict]:
-    return run_ranks(tmp_path_factory.mktemp("ddp"))
+    folder = tmp_path_factory.mktemp("ddp")
+    logs = run_ranks(Path(__file__).with_name("ddp_worker.py"), str(folder))
+    return [{**json.loads((folder / f"rank{rank}.json").read_text()), "log": log} for rank, log in enumerate(logs)]
 
 
 @pytest.mark.parametrize("where", ["init", "configure"])
@@ -99,3 +59,21 @@ def test_fabric_fits_clips_saves_and_resumes(trained: list[dict]) -> None:
     for rank in range(2):
         assert trained[rank]["fabric"]["losses"] == pytest.approx(expected[rank], abs=1e-6)
         assert trained[rank]["fabric"]["rows"] == trained[0]["init"]["rows"]
+
+
+@pytest.mark.parametrize("name", ["unfrozen", "packed later"])
+def test_layers_that_change_while_it_trains(trained: list[dict], name: str) -> None:
+    """The mean loss of the ranks is that of one process with both shares; what changed stays equal on both."""
+    from lightning_plugin import GradualUnfreezing, HalfbytePrecision, ProgressiveQuantization
+
+    plugin, callback = {
+        "unfrozen": (HalfbytePrecision("nf4"), GradualUnfreezing({2: ["first"]})),
+        "packed later": (None, ProgressiveQuantization({2: ["first"]})),
+    }[name]
+    alone = Module("configure")
+    trainer(plugin, STEPS, callbacks=[callback]).fit(alone)
+    first, second = (rank[name] for rank in trained)
+    assert (first["weight"], first["dtype"]) == (second["weight"], second["dtype"])
+    assert first["dtype"] == ("torch.float32" if name == "unfrozen" else "torch.uint8")
+    means = [(a + b) / 2 for a, b in zip(first["losses"], second["losses"], strict=True)]
+    assert means == pytest.approx(alone.losses, abs=1e-5)

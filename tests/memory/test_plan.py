@@ -194,6 +194,17 @@ def test_a_model_with_nothing_to_train_is_refused() -> None:
         planned(ROOT / "tests")
 
 
+class Routed(Blocks):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        chosen = (input.sum(-1) > 0).nonzero()
+        return self.blocks[0](input[chosen[:, 0], chosen[:, 1]])
+
+
+def test_a_step_that_depends_on_data_is_refused() -> None:
+    with pytest.raises(NotImplementedError, match=r"plan: a step of Routed depends on its data \(aten.nonzero"):
+        planned(Routed())
+
+
 def test_a_config_folder_with_lora_equals_the_model_it_describes(tmp_path: Path) -> None:
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM

@@ -74,3 +74,19 @@ def test_verify_of_meta_rows_and_of_nothing() -> None:
         halfbyte.verify(model())
     with pytest.raises(halfbyte.QuantizationError, match="reference has no weight for 0"):
         halfbyte.verify(nn.Sequential(QuantLinear(64, 4)), {})
+
+
+def test_verify_lists_the_worst_layer_first() -> None:
+    torch.manual_seed(0)
+    m = nn.ModuleDict({name: nn.Linear(64, 32, bias=False) for name in ("even", "spiky", "normal")})
+    with torch.no_grad():
+        m["even"].weight.uniform_(-1, 1)
+        m["normal"].weight.normal_()
+        m["spiky"].weight.normal_()[:, 0] = 30.0  # one value a block that pushes the others towards zero
+    reference = {name: value.clone() for name, value in m.state_dict().items()}
+    halfbyte.quantize_model(m, skip=())
+    rows = halfbyte.verify(m, reference).rows
+    errors = [row.error for row in rows]
+    assert errors == sorted(errors, reverse=True)
+    assert {row.name for row in rows} == set(m)
+    assert len(set(errors)) == 3

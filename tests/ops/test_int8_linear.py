@@ -109,7 +109,7 @@ def test_layer() -> None:
 def test_activations_are_refused_where_they_do_not_exist() -> None:
     with pytest.raises(NotImplementedError, match=r"activations='int8' needs format='int8', got format='nf4'"):
         QuantLinear(64, 64, format="nf4", activations="int8")
-    with pytest.raises(ValueError, match=r"activations must be None or 'int8', got 'int4'"):
+    with pytest.raises(ValueError, match=r"activations must be None, 'int8' or 'fp8', got 'int4'"):
         QuantLinear(64, 64, format="int8", activations="int4")
     with pytest.raises(ValueError, match=r"in_features must be at most 131072"):
         int8_linear(torch.zeros(1, 2**17 + 1), torch.zeros(1, 2**17 + 16, dtype=torch.uint8), None, 2**17 + 1)

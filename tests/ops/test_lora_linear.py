@@ -183,7 +183,7 @@ def test_compiles_without_a_graph_break() -> None:
     x, _, a, b = leaves(5, 32, 64, 3, torch.float32, torch.float32)
 
     def f(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-        return layer.forward_with_lora(x, a, b, 2.0)
+        return layer(x, lora=(a, b, 2.0))
 
     compiled, eager = torch.compile(f, fullgraph=True, backend="aot_eager")(x, a, b), f(x, a, b)
     assert torch.equal(compiled, eager)
@@ -197,10 +197,17 @@ def test_an_explicit_compute_dtype_wins_over_autocast() -> None:
     layer = QuantLinear(64, 8, compute_dtype="float32")
     x, _, a, b = leaves(3, 8, 64, 2, torch.float32, torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        y = layer.forward_with_lora(x, a, b, 1.0)
-    alone = layer.forward_with_lora(x, a, b, 1.0)
+        y = layer(x, lora=(a, b, 1.0))
+    alone = layer(x, lora=(a, b, 1.0))
     assert alone.dtype == torch.float32
     assert torch.equal(y, alone.bfloat16())  # multiplied in float32, returned as a dense layer returns it
+
+
+def test_a_layer_that_quantizes_its_activations_takes_no_branch() -> None:
+    layer = QuantLinear(64, 8, format="int8", activations="int8")
+    x, _, a, b = leaves(3, 8, 64, 2, torch.float32, torch.float32)
+    with pytest.raises(NotImplementedError, match="lora works on a layer with activations=None.*got activations='int8'"):
+        layer(x, lora=(a, b, 1.0))
 
 
 @pytest.mark.parametrize("isa", ["scalar", "avx2"])

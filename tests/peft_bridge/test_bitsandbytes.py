@@ -21,6 +21,7 @@ from transformers import (
 )
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.quantizers.quantizer_bnb_4bit import Bnb4BitHfQuantizer
+from transformers.quantizers.quantizer_bnb_8bit import Bnb8BitHfQuantizer
 
 import halfbyte
 from halfbyte.nn.settings import paused
@@ -245,6 +246,24 @@ def test_bitsandbytes_loads_what_was_quantized_here(checkpoint, tmp_path, skip):
     assert type(theirs.hf_quantizer) is Bnb4BitHfQuantizer
     assert_same(dense_weights(theirs), dense_weights(model))
     assert_same(load_model(tmp_path).state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("format", ["nf4", "fp4", "nf4:128", "int8"])
+def test_bitsandbytes_loads_what_was_calibrated_here(checkpoint, tmp_path, format):
+    """Calibration chooses codes and scales that no quantizer would: they must arrive as they are."""
+    dense = checkpoint(**{**WIDE, "intermediate_size": 256})
+    ids = torch.randint(0, 128, (8, 64), generator=torch.Generator().manual_seed(1))
+    halfbyte.calibrate(dense, ids, format, out=tmp_path / "out", tokens=512, seq_len=64, progress=False)
+    model, plain = load_model(tmp_path / "out"), load_model(dense, format)
+    rows = [(n, m.weight) for n, m in model.named_modules() if isinstance(m, halfbyte.nn.QuantLinear)]
+    assert len(rows) == 14
+    assert all(str(model.get_submodule(name).format) == format for name, _ in rows)
+    assert not any(torch.equal(weight, plain.get_submodule(name).weight) for name, weight in rows)
+    export_bitsandbytes(model, tmp_path / "back")
+    theirs = LlamaForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(theirs.hf_quantizer) is (Bnb8BitHfQuantizer if format == "int8" else Bnb4BitHfQuantizer)
+    assert_same(dense_weights(theirs), dense_weights(model))
+    assert_same(load_model(tmp_path / "back").state_dict(), model.state_dict())
 
 
 def test_what_bitsandbytes_has_no_form_for_is_refused(checkpoint, tmp_path):

@@ -64,6 +64,9 @@ def attention_inputs(monkeypatch):
 
 
 def make(how, folder, module_dtype, compute_dtype):
+    if how == "cast":  # loaded in the other dtype; the packed layers have to follow the dense ones
+        other = FP32 if module_dtype == BF16 else BF16
+        return make("loaded", folder, other, compute_dtype).to(module_dtype)
     if how == "loaded":
         config = HalfbyteConfig("nf4", compute_dtype=compute_dtype)
         return AutoModelForCausalLM.from_pretrained(folder, dtype=module_dtype, quantization_config=config)
@@ -80,7 +83,7 @@ def make(how, folder, module_dtype, compute_dtype):
 GRID = list(itertools.product((None, FP32, BF16), (FP32, BF16), (FP32, BF16), (False, True)))
 
 
-@pytest.mark.parametrize("how", ["loaded", "born"])
+@pytest.mark.parametrize("how", ["loaded", "born", "cast"])
 @pytest.mark.parametrize("norms", ["as the model", "float32"])
 @pytest.mark.parametrize(("compute", "trainable", "module", "autocast"), GRID, ids=str)
 def test_every_dtype(folders, tokens, attention_inputs, how, norms, compute, trainable, module, autocast):

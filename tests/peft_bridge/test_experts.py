@@ -239,3 +239,110 @@ def test_what_cannot_hold_packed_experts_says_so(folder):
 def test_two_ranks_shard_the_experts_and_train_like_one_process():
     output = run_ranks(Path(__file__).with_name("experts_ranks.py"))
     assert all("SAME" in each for each in output)
+
+
+@pytest.mark.parametrize("kind", ["mixtral", "qwen3", "gpt_oss"])
+def test_built_in_a_context_they_are_the_quantization_of_their_dense_twins(tokens, kind):
+    torch.manual_seed(0)
+    dense = build(kind)
+    torch.manual_seed(0)
+    with halfbyte.init_quantized("nf4", skip=()):  # a skipped layer draws once more
+        model = build(kind)
+    assert len(experts(model)) == 2
+    for name, module in experts(model).items():
+        for leaf in module.weight_shapes:
+            weight = dense.get_submodule(name).get_parameter(leaf).detach()
+            weight = weight.transpose(1, 2).contiguous() if module.is_transposed else weight
+            assert float(weight.std()) == pytest.approx(0.02, rel=0.1)  # initialized: the constructor leaves it empty
+            assert torch.equal(module.get_parameter(leaf), halfbyte.quantize(weight, "nf4")), (name, leaf)
+    halfbyte.quantize_model(dense, skip=())
+    assert torch.equal(model(tokens).logits, dense(tokens).logits)
+    assert set(halfbyte.report(model).quantized) == set(halfbyte.report(dense).quantized)
+
+
+def test_in_a_context_skip_and_meta_hold_for_experts():
+    with halfbyte.init_quantized("nf4", skip=("layers.1", "lm_head")):
+        model = build("mixtral")
+    assert list(experts(model)) == ["model.layers.0.mlp.experts"]
+    left = model.model.layers[1].mlp.experts
+    assert left.gate_up_proj.dtype == torch.float32
+    assert float(left.gate_up_proj.detach().std()) == pytest.approx(0.02, rel=0.1)
+    reasons = {row.name: row.reason for row in halfbyte.report(model).rows}
+    assert "layers.1" in reasons["model.layers.1.mlp.experts"]
+    with torch.device("meta"), halfbyte.init_quantized("int8"):
+        model = build("qwen3")
+    for module in experts(model).values():
+        assert {p.dtype for p in module.parameters()} == {torch.uint8}
+        assert all(p.is_meta for p in module.parameters())
+
+
+def test_a_dense_model_of_experts_never_exists():
+    with halfbyte.init_quantized("nf4"):
+        seen, original = [], torch.Tensor.normal_
+
+        def normal_(self, *args, **kwargs):
+            alive = [m for m in made if any(p.is_floating_point() for p in m.parameters(recurse=False))]
+            seen.append(len(alive))
+            return original(self, *args, **kwargs)
+
+        made = []
+        hook = torch.nn.modules.module.register_module_module_registration_hook(
+            lambda parent, name, child: made.append(child) if isinstance(child, QuantExperts) else None
+        )
+        try:
+            torch.Tensor.normal_ = normal_
+            build("mixtral")
+        finally:
+            torch.Tensor.normal_ = original
+            hook.remove()
+    assert len(made) == 2
+    assert seen
+    assert not any(seen)
+
+
+WRONG = {
+    "another format": ("fp4", {}, r"holds fp4 rows, the module is nf4; build it with format='fp4'"),
+    "rows of another size": ("nf4", {"moe_intermediate_size": 136}, r"must have shape \(4, 144, 64\), got \(4, 272, 64\)"),
+    "too few experts": ("nf4", {"num_experts": 3}, r"must have shape \(4, .* got \(3, "),
+}
+
+
+def qwen(**changes):
+    sizes = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 72, "decoder_sparse_step": 1}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**SIZES, **sizes, **changes}, intermediate_size=136, head_dim=24))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_state_dict_that_does_not_fit_is_refused_by_name(case):
+    format, changes, message = WRONG[case]
+    target, other = qwen(), qwen(**changes)
+    halfbyte.quantize_model(target, "nf4")
+    halfbyte.quantize_model(other, format)
+    key = "model.layers.0.mlp.experts.gate_up_proj"
+    with pytest.raises(RuntimeError, match=rf"(?s){key}: .*{message}"):
+        target.load_state_dict(other.state_dict())
+
+
+def test_state_dicts_of_experts_load_packed_dense_and_assigned(tokens):
+    dense, source = qwen(), qwen()
+    halfbyte.quantize_model(source)
+    for state, assign in ((source.state_dict(), False), (source.state_dict(), True), (dense.state_dict(), False)):
+        target = qwen()
+        halfbyte.quantize_model(target)
+        target.load_state_dict(state, assign=assign)
+        assert len(experts(target)) == 2
+        for name, module in experts(target).items():
+            for leaf in module.weight_shapes:
+                value = state[f"{name}.{leaf}"]
+                rows = value if value.dtype == torch.uint8 else halfbyte.quantize(value, "nf4")
+                assert torch.equal(module.get_parameter(leaf), rows)
+    state = source.state_dict()
+    state["model.layers.0.mlp.experts.down_proj"] = state["model.layers.0.mlp.experts.down_proj"].float()
+    with pytest.raises(RuntimeError, match=r"down_proj: a dense weight must have shape \(4, 96, 72\), got \(4, 96, "):
+        target.load_state_dict(state)
+
+
+def test_the_dtype_that_experts_return_follows_the_module(folder, tokens):
+    model = load(folder("qwen3"), dtype=torch.float32, compute_dtype=torch.float32).to(torch.bfloat16)
+    assert {module.dense_dtype for module in experts(model).values()} == {torch.bfloat16}
+    assert model(tokens).logits.dtype == torch.bfloat16

@@ -11,10 +11,12 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from peft.tuners.lora.model import LoraModel
 from peft.utils.integrations import dequantize_module_weight
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
 from transformers import AutoModelForCausalLM
 
 import halfbyte
 from halfbyte.nn import QuantLinear
+from halfbyte.nn import linear as quant_linear
 from peft_bridge import HalfbyteConfig, HalfbyteLoraLinear
 from peft_bridge import lora as bridge
 
@@ -298,14 +300,15 @@ def test_custom_modules_of_the_user_come_first_and_dense_layers_are_left_to_peft
         ({}, lambda model: model.add_adapter("b", lora()) or model.base_model.set_adapter(["default", "b"]), False),
         ({}, lambda model: [m.base_layer.register_forward_hook(lambda *_: None) for m in layers(model)], False),
         ({}, lambda model: [m.lora_A["default"].register_forward_pre_hook(lambda *_: None) for m in layers(model)], False),
+        ({}, lambda model: [setattr(m, "base_layer", CheckpointWrapper(m.base_layer)) for m in layers(model)], True),
     ],
 )
 def test_one_node_per_layer_only_where_nothing_stands_between(load, tokens, monkeypatch, config, change, fused):
     model = perturbed(get_peft_model(load(), lora(**config)))
     change(model)
     calls = []
-    original = QuantLinear.forward_with_lora
-    monkeypatch.setattr(QuantLinear, "forward_with_lora", lambda *args: calls.append(1) or original(*args))
+    original = quant_linear.lora_linear_by_id
+    monkeypatch.setattr(quant_linear, "lora_linear_by_id", lambda *args: calls.append(1) or original(*args))
     torch.manual_seed(3)
     logits = model(input_ids=tokens).logits
     assert len(calls) == (len(layers(model)) if fused else 0)

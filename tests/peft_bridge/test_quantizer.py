@@ -2,7 +2,10 @@
 
 import json
 import shutil
+import subprocess
+import sys
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -320,6 +323,17 @@ def test_one_config_serves_many_models(checkpoint):
     first = AutoModelForCausalLM.from_pretrained(checkpoint(), quantization_config=config)
     assert config == HalfbyteConfig("nf4")
     assert first.config.quantization_config is not config
+
+
+@pytest.mark.slow
+def test_a_process_without_the_bridge_says_what_the_docs_quote(saved):
+    """The two messages of transformers in docs/troubleshooting.md."""
+    code = f"from transformers import AutoModelForCausalLM; AutoModelForCausalLM.from_pretrained({str(saved)!r})"
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root, check=False)
+    assert done.returncode != 0
+    assert "Unknown quantization type, got halfbyte" in done.stderr
+    assert "You set `ignore_mismatched_sizes` to `False`" in done.stderr
 
 
 def test_registration_and_the_pinned_hand_over_of_the_users_config():

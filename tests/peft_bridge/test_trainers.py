@@ -1,16 +1,13 @@
-"""HF Trainer and TRL's SFTTrainer on packed models: one process here, two FSDP2 ranks in trainer_ranks.py."""
+"""HF Trainer, TRL's SFTTrainer and accelerate on packed models: one process here, two FSDP ranks in trainer_ranks.py."""
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments
-from transformers.distributed.fsdp import update_fsdp_plugin_peft
 
 from halfbyte.nn import QuantLinear
 from peft_bridge import HalfbyteConfig, HalfbyteLoraLinear
@@ -63,20 +60,20 @@ def common(folder, **settings):
     return {**base, **settings}
 
 
-def lora():
-    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+def lora(modules_to_save=None):
+    return LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", modules_to_save=modules_to_save)
 
 
 def load(path, dtype, **kwargs):
     return AutoModelForCausalLM.from_pretrained(path, dtype=dtype, quantization_config=HalfbyteConfig("nf4", **kwargs))
 
 
-def run(kind, path, folder, dtype=torch.float32, adapters=None, **settings):
+def run(kind, path, folder, dtype=torch.float32, adapters=None, modules_to_save=None, resume=None, **settings):
     """Trains 3 steps; returns the trainer. `adapters`: dtype that the user made them, before the trainer saw them."""
     model = load(path, dtype)
-    torch.manual_seed(0)  # the adapters are drawn here, and must be the same on every rank
+    torch.manual_seed(7 if resume else 0)  # the adapters are drawn here, and must be the same on every rank
     if kind == "hf":
-        model = get_peft_model(model, lora(), autocast_adapter_dtype=adapters != torch.bfloat16)
+        model = get_peft_model(model, lora(modules_to_save), autocast_adapter_dtype=adapters != torch.bfloat16)
         trainer = Trainer(model=model, args=TrainingArguments(**common(folder, **settings)), train_dataset=Rows())
     else:
         trl = pytest.importorskip("trl")
@@ -91,7 +88,7 @@ def run(kind, path, folder, dtype=torch.float32, adapters=None, **settings):
             processing_class=tokenizer(),
             peft_config=lora() if adapters is None else None,
         )
-    trainer.train()
+    trainer.train(resume_from_checkpoint=resume)
     return trainer
 
 
@@ -165,36 +162,38 @@ def test_packing_and_a_model_id(checkpoint, tmp_path):
 def test_resume_is_exact(checkpoint, tmp_path):
     whole = run("hf", checkpoint(), tmp_path / "whole", max_steps=4)
     run("hf", checkpoint(), tmp_path / "parts", max_steps=2, save_strategy="steps", save_steps=2)
-    model = get_peft_model(load(checkpoint(), torch.float32), lora())
-    arguments = TrainingArguments(**common(tmp_path / "parts", max_steps=4))
-    again = Trainer(model=model, args=arguments, train_dataset=Rows())
-    again.train(resume_from_checkpoint=str(tmp_path / "parts/checkpoint-2"))
+    again = run("hf", checkpoint(), tmp_path / "parts", max_steps=4, resume=str(tmp_path / "parts/checkpoint-2"))
     assert losses(again)[-2:] == losses(whole)[-2:]
     states = [{n: p for n, p in trainer.model.named_parameters() if p.requires_grad} for trainer in (whole, again)]
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", TRAINER)
-def test_two_fsdp2_ranks_train_like_one_process(checkpoint, tmp_path, kind):
-    # One process sees the batches of both ranks: 2 x 2 rows a step.
-    expected = losses(run(kind, checkpoint(), tmp_path / "one"))
-    outputs = run_ranks(Path(__file__).with_name("trainer_ranks.py"), str(checkpoint()), str(tmp_path / "two"), kind)
-    found = [eval(line.removeprefix("LOSSES ")) for text in outputs for line in text.splitlines() if "LOSSES" in line]
-    assert len(found) == 2
-    for each in found:
-        assert each == pytest.approx(expected, abs=2e-4)  # logged with 4 digits
+def test_two_fsdp_ranks_train_like_one_process(checkpoint, tmp_path):
+    """Both versions, both forms of checkpoints, through accelerate; trainer_ranks.py checks shards, resuming and saving."""
+    outputs = run_ranks(Path(__file__).with_name("trainer_ranks.py"), str(checkpoint()), str(tmp_path / "two"))
+    lines = [[line for line in text.splitlines() if line.startswith("CASE ")] for text in outputs]
+    assert lines[0] == lines[1]
+    found = {name: eval(values) for name, _, values in (line.removeprefix("CASE ").partition(": ") for line in lines[0])}
+    assert len(found) == 2 * 12 + 4 + 3 + 2
+    head = ["lm_head"]
 
+    def one(kind, **settings):  # one process sees the batches of both ranks: 2 x 2 rows a step
+        return losses(run(kind, checkpoint(), tmp_path / "one", **settings))
 
-@pytest.mark.parametrize("version", [1, 2])
-def test_fsdp1_through_accelerate_is_refused_by_name(checkpoint, monkeypatch, version):
-    """accelerate can't make an FSDP1 plugin without a GPU: this is what transformers' Trainer asks with one."""
-    plugin, model = SimpleNamespace(fsdp_version=version), get_peft_model(load(checkpoint(), torch.float32), lora())
-    monkeypatch.setitem(AcceleratorState._shared_state, "fsdp_plugin", plugin)
-    accelerator = SimpleNamespace(state=SimpleNamespace(fsdp_plugin=plugin))
-    if version == 2:
-        update_fsdp_plugin_peft(model, accelerator)
-        assert plugin.auto_wrap_policy is not None
-        return
-    with pytest.raises(NotImplementedError, match=r"FSDP1 .* set fsdp_version: 2 .*HalfbyteFSDPStrategy"):
-        update_fsdp_plugin_peft(model, accelerator)
+    expected = {
+        "hf": one("hf", max_steps=4),
+        "sft": one("sft"),
+        "packing": one("sft", packing=True),
+        "clipped": one("hf", max_grad_norm=0.05),
+        "bf16": one("hf", dtype=torch.bfloat16, bf16=True),
+        "head": one("hf", max_steps=4, modules_to_save=head),
+    }
+    for name, values in found.items():
+        kind = name.split("-")[0]
+        like = next((word for word in ("packing", "clipped", "bf16", "head") if word in name), kind)
+        if kind == "raw":
+            continue
+        part = expected[like][2:] if "resumed" in name else expected[like]
+        bound = 0.02 if like == "bf16" else 1e-4
+        assert values[-len(part) :] == pytest.approx(part[: len(values)], abs=bound), name

@@ -1,0 +1,165 @@
+"""The tables of README.md, made from the committed results: what stands between `<!-- table: NAME -->` and `<!-- end -->`.
+
+    python benchmarks/table.py          # rewrites them, with benchmarks/README.md
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+
+# What to read: row of the README, results file, title of the comparison, {column: case}. The first column is ours.
+SPEED = [
+    ("quantize bf16 to nf4", "quantize", "bf16 -> nf4, 4096 x 4096", {}),
+    ("dequantize nf4 to bf16", "dequantize", "nf4 -> bf16, 4096 x 4096", {}),
+    ("linear nf4, bf16, 1 token", "linear", "linear nf4 bf16 M=1", {"torch": ("dense", "dense")}),
+    ("linear nf4, bf16, 64 tokens", "linear", "linear nf4 bf16 M=64", {"torch": ("dense", "dense")}),
+    ("linear nf4, bf16, 512 tokens", "linear", "linear nf4 bf16 M=512", {"torch": ("dense", "dense")}),
+    ("linear nf4, fp32, 512 tokens", "linear", "linear nf4 fp32 M=512", {"torch": ("dense", "dense")}),
+    ("AdamW8bit step, fp32", "optimizer", "AdamW8bit, 4096 x 4096 fp32", {"torch": ("torch fused", "fused, 32-bit state")}),
+    ("AdamW8bit step, 448 LoRA matrices of rank 16", "optimizer", "AdamW8bit, 448 LoRA matrices r=16 fp32",
+     {"torch": ("torch fused", "fused, 32-bit state")}),
+    ("LoRA r=16, forward and backward, nf4, bf16, 16 tokens", "lora", "LoRA r=16 nf4 bf16 M=16, forward + backward",
+     {"torch": ("dense", "dense")}),
+    ("the same, 512 tokens", "lora", "LoRA r=16 nf4 bf16 M=512, forward + backward", {"torch": ("dense", "dense")}),
+    ("the same, fp32, 512 tokens", "lora", "LoRA r=16 nf4 fp32 M=512, forward + backward", {"torch": ("dense", "dense")}),
+    ("`int8_linear`, bf16, 128 tokens", "int8_linear", "int8_linear bf16 M=128", {"torch": ("dense", "dense")}),
+]
+# Row of the README, results file, column of its table, {column of the README: row of its table}, is more better
+TRAINED = {"halfbyte nf4": "halfbyte nf4 bf16", "bitsandbytes nf4": "bitsandbytes nf4 bf16"}
+TRAINED["dense bf16"] = "torch dense bf16"
+LOADED = {"halfbyte nf4": "halfbyte nf4", "bitsandbytes nf4": "bitsandbytes nf4", "dense bf16": "dense bfloat16"}
+LOADED["Quanto int4"] = "quanto int4"
+WHOLE = [
+    ("LoRA r=8 on SmolLM2-135M, bf16, tokens a second", "finetune", "tokens/s", TRAINED, True),
+    ("peak anonymous memory of that run, MB", "finetune", "peak MB", TRAINED, False),
+    ("loading a 446 M Llama, seconds", "load", "seconds", LOADED, False),
+    ("peak anonymous memory of that, MiB", "load", "peak anonymous MiB", LOADED, False),
+]
+
+
+def load(name: str) -> dict[str, Any]:
+    """The newest committed result of a benchmark."""
+    (path,) = sorted((HERE / "results").glob(f"{name}-avx512.json")) or sorted((HERE / "results").glob(f"{name}.json"))
+    return dict(json.loads(path.read_text()))
+
+
+def table_of(result: dict[str, Any]) -> dict[str, Any]:
+    """The table of a result that has one."""
+    (table,) = result.get("tables", [result])
+    return dict(table)
+
+
+def markdown(columns: list[str], rows: list[list[str]]) -> str:
+    """A table; numbers are right-aligned."""
+    numeric = [all(re.fullmatch(r"[*+\-\d.,]*(?: .*)?", row[i]) for row in rows) for i in range(len(columns))]
+    rule = "".join("---:|" if number else "---|" for number in numeric)
+    return "\n".join([f"| {' | '.join(columns)} |", f"|{rule}", *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def milliseconds(seconds: float) -> str:
+    return f"{seconds * 1e3:.3g}"
+
+
+def speed() -> str:
+    """One line per op; ours is bold where a peer is faster."""
+    rows = []
+    for label, file, title, peers in SPEED:
+        (found,) = (c for c in load(file)["comparisons"] if c["title"] == title)
+        times = {row["name"]: row["median"] for row in found["rows"]}
+        torch, note = peers.get("torch", (None, ""))
+        others = [times.get("bitsandbytes"), times.get(torch) if torch else None]
+        ours = milliseconds(times["halfbyte"])
+        lost = any(other is not None and other < times["halfbyte"] for other in others)
+        shown = [milliseconds(t) if t is not None else "" for t in others]
+        rows.append([label, f"**{ours}**" if lost else ours, shown[0], f"{shown[1]} {note}".strip()])
+    version = load("quantize")["environment"]["versions"]["bitsandbytes"]
+    return markdown(["milliseconds", "halfbyte", f"bitsandbytes {version}", "torch"], rows)
+
+
+def whole_runs() -> str:
+    """Training and loading, from start to end."""
+    columns = ["halfbyte nf4", "bitsandbytes nf4", "dense bf16", "Quanto int4"]
+    rows = []
+    for label, file, column, cases, more in WHOLE:
+        table = table_of(load(file))
+        at = table["columns"].index(column)
+        cells = {row[0]: row[at] for row in table["rows"]}
+        values = [cells[cases[c]] if c in cases else "" for c in columns]
+        peers = [float(value) for value in values[1:] if value]
+        best = max(peers) if more else min(peers)
+        if (float(values[0]) < best) if more else (float(values[0]) > best):
+            values[0] = f"**{values[0]}**"
+        rows.append([label, *values])
+    return markdown(["", *columns], rows)
+
+
+def accuracy() -> str:
+    """Perplexity by format, and what calibration changes."""
+    rows = [[row[0], row[1], row[2]] for row in table_of(load("perplexity"))["rows"]]
+    return markdown(["SmolLM2-135M", "perplexity", "MB of parameters, the rest in float32"], rows)
+
+
+def calibration() -> str:
+    """Loss on held-out pages of calibrated and plain weights."""
+    rows = [row[:3] for row in table_of(load("calibration-smollm2"))["rows"]]
+    return markdown(["SmolLM2-135M, held-out pages", "nats per token", "over dense"], rows)
+
+
+def plans() -> str:
+    """The largest errors of the planner, by kind of run."""
+    worst: dict[str, tuple[float, int]] = {}
+    for case, _, _, error in table_of(load("plan"))["rows"]:
+        kind = next((key.upper() for key in ("ddp", "fsdp1", "fsdp2") if f" {key} x" in case), "one process")
+        largest, count = worst.get(kind, (0.0, 0))
+        worst[kind] = (max(largest, abs(float(error))), count + 1)
+    rows = [[kind, str(count), f"{error:.1f} %"] for kind, (error, count) in worst.items()]
+    return markdown(["predicted against measured peak", "set-ups", "largest error"], rows)
+
+
+def memory() -> str:
+    """Measured peaks of training steps of a small Llama, two ranks where sharded."""
+    table = load("sharding")["tables"][0]
+    wanted = ["model", "strategy", "model MB", "packed MB per rank", "peak MB training"]
+    at = [table["columns"].index(name) for name in wanted]
+    rows = [[row[i] for i in at[1:]] for row in table["rows"] if row[0] == "Llama"]
+    return markdown([f"{wanted[0]}: Llama, nf4, LoRA", *wanted[2:]], rows)
+
+
+def callbacks() -> str:
+    """What each callback changes."""
+    table = table_of(load("callbacks"))
+    return markdown(table["columns"], table["rows"])
+
+
+def support() -> str:
+    """What works where; each line names the tests that prove it."""
+    rows = [[row["what"], row["cpu"], row["cuda"]] for row in json.loads((HERE / "support.json").read_text())]
+    return markdown(["", "CPU", "CUDA"], rows)
+
+
+TABLES = {
+    "support": support,
+    "speed": speed,
+    "whole runs": whole_runs,
+    "accuracy": accuracy,
+    "calibration": calibration,
+    "plans": plans,
+    "memory": memory,
+    "callbacks": callbacks,
+}
+
+
+def filled(text: str) -> str:
+    """The README with every table made anew.
+
+    Raises:
+        KeyError: a marker names no table.
+    """
+    return re.sub(
+        r"(<!-- table: ([\w ]+) -->\n).*?(\n<!-- end -->)", lambda m: m[1] + TABLES[m[2]]() + m[3], text, flags=re.DOTALL
+    )

@@ -1,0 +1,124 @@
+"""The small-batch kernel of linear_backward_input, run on the CPU with emulated tensor cores, and its route."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import halfbyte
+from halfbyte.formats import Format
+
+from .conftest import DTYPES, obstacle_of
+
+ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of one rounding, relative
+
+
+def run(
+    emulated: Any, grad: Tensor, packed: Tensor, fmt: Format, k: int, addend: Tensor | None = None, splits: int = 1
+) -> Tensor:
+    m, n = grad.shape
+    output, partial = torch.full((m, k), 7.0, dtype=grad.dtype), torch.full((splits, m, k), float("nan"))
+    added = ctypes.c_void_p(None) if addend is None else addend
+    sizes = (fmt.id, fmt.block_size, k, DTYPES[grad.dtype])
+    emulated.call("emulated_linear_backward_small", grad, m, packed, n, *sizes, added, output, partial, splits)
+    return output
+
+
+def check(dx: Tensor, grad: Tensor, packed: Tensor, fmt: Format, addend: Tensor | None = None) -> None:
+    """Codebook, scale and product of a weight rounded to 16 bits, fp32 sums, one rounding of the result."""
+    n, k = grad.shape[1], dx.shape[1]
+    w = halfbyte.dequantize(packed, fmt, k, torch.float32).double()
+    exact = grad.double() @ w + (0 if addend is None else addend.double())
+    magnitude = grad.double().abs() @ w.abs() + (0 if addend is None else addend.double().abs())
+    eps = ROUNDING[grad.dtype]
+    tiny = 2.0**-25 * grad.double().abs().sum(1, keepdim=True)  # fp16 weights below 2^-14
+    bound = magnitude * (3.02 * eps + n * 2.0**-24) + exact.abs() * eps + tiny + 1e-7
+    assert ((dx.double() - exact).abs() <= bound).all(), float(((dx.double() - exact).abs() / bound).max())
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("name", ["nf4", "fp4", "nf4-dq", "fp4-dq:128", "nf4:32", "nf4:512"])
+def test_values(emulated: Any, name: str, dtype: torch.dtype) -> None:
+    fmt = Format.parse(name)
+    generator = torch.Generator().manual_seed(0)
+    # Columns of one lane, of parts of a warp and of a CTA, of two CTAs; rows of one lane, ragged steps, several rounds.
+    for m, n, k in [(1, 4, 16), (3, 40, 576), (8, 100, 112), (9, 16, 128), (16, 212, 272), (2, 300, 64)]:
+        grad = torch.randn(m, n, generator=generator).to(dtype)
+        packed = halfbyte.quantize(torch.randn(n, k, generator=generator) * 0.05, fmt)
+        addend = torch.randn(m, k, generator=generator).to(dtype)  # lora_linear_backward_input's branch
+        for splits in (1, 2):
+            check(run(emulated, grad, packed, fmt, k, None, splits), grad, packed, fmt)
+        check(run(emulated, grad, packed, fmt, k, addend, 2), grad, packed, fmt, addend)
+
+
+def test_each_weight_meets_its_own_gradient(emulated: Any) -> None:
+    """Unit gradients pick single rows: a wrong row, column or scale shows by itself."""
+    fmt, k = Format.parse("nf4"), 288
+    packed = halfbyte.quantize(torch.randn(16, k) * torch.logspace(-2, 2, 16)[:, None], fmt)
+    rows = run(emulated, torch.eye(16).bfloat16(), packed, fmt, k)
+    torch.testing.assert_close(rows.float(), halfbyte.dequantize(packed, fmt, k, torch.float32), rtol=3.02 * 2.0**-8, atol=0)
+
+
+@pytest.mark.parametrize("splits", [2, 3, 9])
+def test_splits_are_added_and_repeatable(emulated: Any, splits: int) -> None:
+    fmt = Format.parse("nf4")
+    grad, packed = torch.randn(4, 340).bfloat16(), halfbyte.quantize(torch.randn(340, 80), fmt)
+    dx = run(emulated, grad, packed, fmt, 80, None, splits)
+    check(dx, grad, packed, fmt)
+    emulated.reversed_threads(True)
+    try:
+        assert torch.equal(run(emulated, grad, packed, fmt, 80, None, splits), dx)
+    finally:
+        emulated.reversed_threads(False)
+
+
+def test_a_row_does_not_depend_on_its_batch(emulated: Any) -> None:
+    fmt = Format.parse("nf4-dq")
+    grad, packed = torch.randn(16, 100).bfloat16(), halfbyte.quantize(torch.randn(100, 160), fmt)
+    whole = run(emulated, grad, packed, fmt, 160)
+    for m in (1, 2, 8, 9):
+        assert torch.equal(run(emulated, grad[:m].contiguous(), packed, fmt, 160), whole[:m])
+
+
+def test_an_invalid_block_gives_nan_in_its_columns_only(emulated: Any) -> None:
+    fmt, weight = Format.parse("nf4"), torch.randn(20, 256)
+    weight[3, 70] = float("inf")
+    dx = run(emulated, torch.randn(2, 20).half(), halfbyte.quantize(weight, fmt), fmt, 256)
+    assert dx[:, 64:128].isnan().all()
+    assert torch.cat([dx[:, :64], dx[:, 128:]], 1).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("change", "obstacle"),
+    [
+        ({}, None),
+        ({"M": 1, "N": 4, "K": 16, "block_size": 32}, None),
+        ({"M": 17}, "M > 16"),
+        ({"M": 0}, "M > 16"),
+        ({"format": 4, "block_size": 4096}, "not a 4-bit format"),
+        ({"K": 4104}, "K is not a multiple of 16"),
+        ({"N": 4098}, "N is not a multiple of 4"),
+        ({"N": 0}, "N is not a multiple of 4"),
+        ({"dtype": 0}, "float32 grad_output"),
+        ({"input_width": 4}, "grad_output is not 8-byte aligned"),
+        ({"packed_width": 4}, "packed is not 8-byte aligned"),
+        ({"K": 2**30}, "N or K is 2^30 or more"),
+    ],
+)
+def test_route(emulated: Any, change: dict[str, int], obstacle: str | None) -> None:
+    assert obstacle_of(emulated, backward=True, **change) == obstacle
+
+
+@pytest.mark.parametrize("sms", [1, 20, 108, 132])
+@pytest.mark.parametrize(("n", "k"), [(4, 16), (4096, 4096), (14336, 4096), (4096, 14336), (2**29, 16), (64, 2**29)])
+def test_splits_fill_the_device_once(emulated: Any, n: int, k: int, sms: int) -> None:
+    emulated.c.backward_splits_of.restype = ctypes.c_int64
+    splits = emulated.c.backward_splits_of(*map(ctypes.c_int64, (n, k, sms)))
+    tiles = -(-k // 256)
+    assert 1 <= splits <= max(1, -(-n // 16) // 16)  # at least 4 steps a warp
+    assert splits == 1 or tiles * splits <= 2 * sms  # two CTAs a multiprocessor: no second wave
+    assert splits <= 65535

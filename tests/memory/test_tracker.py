@@ -1,0 +1,49 @@
+"""What kernels take during a call on CUDA, by the routes of csrc/cuda; devices other than the CPU stand for it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from halfbyte.formats import Format
+from halfbyte.memory.tracker import _TEMPORARIES
+
+K, N = 256, 512
+
+
+def tensors(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    packed = torch.empty(N, Format.parse("nf4").row_bytes(K), dtype=torch.uint8, device="meta")
+    return torch.empty(tokens, columns, dtype=dtype, device="meta"), packed
+
+
+@pytest.mark.parametrize(
+    ("tokens", "dtype", "format", "expected"),
+    [
+        (17, torch.bfloat16, 0, N * K * 2),  # past 16 tokens the weight is decoded into a buffer
+        (16, torch.bfloat16, 0, 0),
+        (1, torch.bfloat16, 4, N * K * 2),  # row formats always
+        (1, torch.float32, 0, N * K * 4),  # float32 always
+    ],
+)
+def test_linear_on_cuda(tokens: int, dtype: torch.dtype, format: int, expected: int) -> None:
+    input, packed = tensors(tokens, K, dtype)
+    assert _TEMPORARIES["halfbyte.linear.default"]((input, packed, None, format, 64, K)) == expected
+
+
+def test_backward_and_lora_on_cuda() -> None:
+    grad, packed = tensors(4, N, torch.bfloat16)
+    assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == N * K * 2
+    lora = (grad, packed, None, None, 0, 64, K)
+    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == N * K * 2 + 4 * K * 2
+    input, packed = tensors(32, K, torch.bfloat16)
+    lora = (input, packed, None, None, None, 1.0, [], 0, 64, K)
+    assert _TEMPORARIES["halfbyte.lora_linear.default"](lora) == N * K * 2 + 32 * N * 2
+
+
+def test_on_the_cpu_activations_are_put_in_order_512_tokens_at_a_time() -> None:
+    packed = torch.empty(N, 144, dtype=torch.uint8)
+    for tokens in (3, 512, 2000):
+        input = torch.empty(tokens, K)
+        assert _TEMPORARIES["halfbyte.linear.default"]((input, packed, None, 0, 64, K)) == min(tokens, 512) * K * 4
+        assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((torch.empty(tokens, N), packed, 0, 64, K)) == 0

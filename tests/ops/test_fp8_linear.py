@@ -1,0 +1,133 @@
+"""fp8_linear against the fp64 oracle on every instruction set; gradients, compilation, the layer."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import halfbyte
+from halfbyte import reference_products as reference
+from halfbyte.nn import QuantLinear
+from halfbyte.ops import fp8_linear, linear, linear_backward_input
+
+ROOT = Path(__file__).resolve().parents[2]
+ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+
+
+def rows(N: int, K: int) -> Tensor:
+    generator = torch.Generator().manual_seed(0)
+    return halfbyte.quantize(torch.randn(N, K, generator=generator) * torch.rand(N, 1, generator=generator), "fp8")
+
+
+def tokens(M: int, K: int, dtype: torch.dtype) -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randn(M, K, generator=generator) * torch.randn(M, 1, generator=generator).exp()).to(dtype)
+
+
+def check(y: Tensor, x: Tensor, packed: Tensor, bias: Tensor | None) -> None:
+    """fp32 sums of K exact values, one rounding of the result."""
+    K = x.shape[-1]
+    exact = reference.fp8_linear(x, packed, bias, K)
+    magnitude = reference.fp8_linear(x.abs(), packed & 0x7F, None if bias is None else bias.abs(), K)  # every sign bit off
+    bound = magnitude * (K + 3) * 2.0**-24 + exact.abs() * ROUNDING[x.dtype] * 1.01 + 1e-7
+    assert y.dtype == x.dtype
+    assert ((y.double() - exact).abs() <= bound).all(), float(((y.double() - exact).abs() / bound).max())
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=str)
+@pytest.mark.parametrize("K", [1, 15, 65, 576, 1100])
+def test_values(K: int, dtype: torch.dtype) -> None:
+    packed, x = rows(37, K), tokens(70, K, dtype)
+    bias = torch.randn(37, generator=torch.Generator().manual_seed(2)).to(dtype)
+    for M in (0, 1, 3, 17, 70):
+        for added in (None, bias):
+            check(fp8_linear(x[:M], packed, added, K), x[:M], packed, added)
+
+
+def test_values_of_more_than_one_block_of_tokens() -> None:
+    packed, x = rows(40, 96), tokens(1030, 96, torch.bfloat16)
+    check(fp8_linear(x, packed, None, 96), x, packed, None)
+
+
+def test_values_that_are_not_numbers_stay_in_their_row_and_token() -> None:
+    weight, x = torch.randn(9, 70), tokens(20, 70, torch.float32)
+    weight[4, 69], x[1, 3], x[0] = float("inf"), float("nan"), 0.0
+    y = fp8_linear(x, halfbyte.quantize(weight, "fp8"), None, 70)
+    assert torch.equal(y.isnan(), (torch.arange(20) == 1)[:, None] | (torch.arange(9) == 4)[None])
+    assert torch.equal(y[0, :4], torch.zeros(4))
+
+
+def test_activations_are_off_by_what_the_docstring_says() -> None:
+    x = tokens(8, 512, torch.float32)
+    identity = torch.eye(512)
+    rounded = fp8_linear(x, halfbyte.quantize(identity, "fp8"), None, 512).double()
+    bound = torch.maximum(x.double().abs() / 16, x.double().abs().amax(1, keepdim=True) / 2**18) * (1 + 1e-6)
+    assert ((rounded - x.double()).abs() <= bound).all()
+
+
+def test_gradient_is_that_of_the_dequantized_rows() -> None:
+    packed = rows(16, 40)
+    x, bias = tokens(5, 40, torch.float32).requires_grad_(), torch.randn(16, requires_grad=True)
+    grad = torch.randn(5, 16)
+    fp8_linear(x, packed, bias, 40).backward(grad)
+    assert torch.equal(x.grad, linear_backward_input(grad, packed, "fp8", 40))
+    torch.testing.assert_close(bias.grad, grad.sum(0))
+
+
+def test_layer() -> None:
+    torch.manual_seed(0)
+    dense = torch.nn.Linear(96, 40)
+    layer = QuantLinear.from_linear(dense, "fp8", activations="fp8")
+    x = torch.randn(4, 7, 96, requires_grad=True)
+    assert torch.equal(layer(x), fp8_linear(x, layer.weight, layer.bias, 96))
+    assert not torch.equal(layer(x), linear(x, layer.weight, layer.bias, "fp8", 96))
+    assert float(((layer(x) - dense(x)).norm() / dense(x).norm()).detach()) < 0.06
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(layer(x), fp8_linear(x.bfloat16(), layer.weight, layer.bias.bfloat16(), 96))
+    layer(x).sum().backward()
+    assert x.grad is not None
+    assert layer.bias.grad is not None
+    twin = QuantLinear(96, 40, format="fp8", activations="fp8")
+    twin.load_state_dict(layer.state_dict())
+    assert torch.equal(twin(x), layer(x))
+    assert layer.state_dict()._metadata[""]["activations"] == "fp8"
+    with pytest.raises(NotImplementedError, match=r"activations='fp8' needs format='fp8', got format='int8'"):
+        QuantLinear(64, 64, format="int8", activations="fp8")
+
+
+def test_compiles_without_a_graph_break() -> None:
+    torch._dynamo.reset()
+    layer = QuantLinear(64, 32, format="fp8", activations="fp8")
+    x = torch.randn(5, 64, requires_grad=True)
+    y = torch.compile(layer, fullgraph=True, backend="aot_eager")(x)
+    assert torch.equal(y, layer(x))
+    y.sum().backward()
+    assert x.grad is not None
+
+
+def test_results_do_not_depend_on_threads() -> None:
+    packed, x, before = rows(301, 260), tokens(90, 260, torch.bfloat16), torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            results.append(torch.cat([fp8_linear(x, packed, None, 260), fp8_linear(x[:2], packed, None, 260)]))
+    finally:
+        torch.set_num_threads(before)
+    assert torch.equal(*results)
+
+
+@pytest.mark.parametrize("isa", ["scalar", "avx2"])
+def test_other_instruction_sets(isa: str) -> None:
+    if "HALFBYTE_CPU_ISA" in os.environ or ("scalar", "avx2").index(isa) >= torch.ops.halfbyte.cpu_isa():
+        pytest.skip("one ISA was asked for, or it is the one in use, or this CPU does not have it")
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib", "-k", "values", __file__]
+    env = {**os.environ, "HALFBYTE_CPU_ISA": isa}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stdout[-3000:]
