@@ -40,7 +40,8 @@ Tensor fp8_linear(const Tensor& input, const Tensor& packed, const std::optional
   scope.check(launch_fp8_operands(x.const_data_ptr(), dtype, M, weight.const_data_ptr<uint8_t>(), N, layout,
                                   static_cast<uint8_t*>(codes.mutable_data_ptr()), token_scales.mutable_data_ptr<float>(),
                                   row_scales.mutable_data_ptr<float>(), scope.stream()));
-  const std::optional<Tensor> added = bias ? std::optional<Tensor>(torch::stable::contiguous(*bias)) : std::nullopt;
+  std::optional<Tensor> added;
+  if (bias) added = torch::stable::contiguous(*bias);
   const Tensor output = aten_scaled_mm(codes, transposed_codes(weight, layout), token_scales, row_scales, added, x.scalar_type());
   return torch::stable::reshape(output, with_last_size(x, N));
 }
