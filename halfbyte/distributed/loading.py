@@ -196,7 +196,10 @@ class LoaderGroup:
         return f"rank {rank} (the source)" if rank == self.source else f"rank {rank}"
 
     def __enter__(self) -> LoaderGroup:
-        self._run(lambda _: self._connect())
+        try:
+            self._connect()
+        except RuntimeError as error:
+            raise RuntimeError(f"{self.what}: {self._reason(error)}") from error
         return self
 
     def _connect(self) -> None:
@@ -226,9 +229,7 @@ class LoaderGroup:
 
     def _run(self, collective: Callable[[Any], Any]) -> None:
         try:
-            work = collective(self._group)
-            if work is not None:
-                work.wait()
+            collective(self._group).wait()  # in no variable: a traceback would keep the connections open
         except RuntimeError as error:
             raise RuntimeError(f"{self.what}: {self._reason(error)}") from error
 
