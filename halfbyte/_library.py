@@ -6,6 +6,7 @@ and error reporting have to work then, too.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 __all__ = [
     "LIBRARY_DIR",
@@ -70,11 +72,26 @@ def overload(name: str) -> Callable[..., Any]:
 
 
 def register_fake(name: str) -> Callable[[_F], _F]:
-    """`torch.library.register_fake` for a halfbyte op; does nothing if the libraries are not loaded."""
+    """`torch.library.register_fake` for a halfbyte op; does nothing if the libraries are not loaded.
+
+    The dispatcher takes the same function for tensors on meta, also where only some are (a layer that was never loaded):
+    the result would be memory that nothing was written to. That raises a ValueError.
+    """
 
     def decorate(function: _F) -> _F:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}
+            if "meta" in devices and len(devices) > 1:
+                others = ", ".join(sorted(devices - {"meta"}))
+                raise ValueError(
+                    f"halfbyte::{name}: all tensors must have data, got some on meta and some on {others}; was a layer "
+                    f"built on meta and never loaded?"
+                )
+            return function(*args, **kwargs)
+
         if load_error is None:
-            torch.library.register_fake(f"halfbyte::{name}")(function)
+            torch.library.register_fake(f"halfbyte::{name}")(checked)
         return function
 
     return decorate

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from halfbyte.checkpoint.layout import Slot
 from halfbyte.checkpoint.sources import CheckpointSource
@@ -47,6 +47,11 @@ class DeferredLinear(QuantLinear):
             del self.__dict__["_halfbyte_deferred"]
             self._parameters["weight"] = nn.Parameter(rows.to(device), requires_grad=False)
             self.__class__ = QuantLinear  # type: ignore[assignment]
+
+    def forward(self, input: Tensor, lora: tuple[Tensor, Tensor, float] | None = None) -> Tensor:
+        """`QuantLinear.forward`, which looks for its rows where they are not yet."""
+        self.load_rows()
+        return QuantLinear.forward(self, input, lora)
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         self.load_rows()

@@ -202,3 +202,11 @@ def test_forward_finds_parameters_that_a_host_keeps_as_plain_attributes(moved: t
     for name in moved:
         layer.__dict__[name] = layer._parameters.pop(name).detach()
     assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_layer_that_was_never_loaded_raises(grad: bool) -> None:
+    with torch.device("meta"):
+        layer = QuantLinear(64, 32, bias=False)
+    with pytest.raises(ValueError, match="halfbyte::linear: all tensors must have data, got some on meta and some on cpu"):
+        layer(torch.ones(2, 64, requires_grad=grad))
