@@ -81,7 +81,8 @@ def main() -> None:
             rows.append([name, f"{found[0][0]:.4f}", f"{statistics.mean(after):.4f}", f"{max(after) - min(after):.4f}"])
     title = (
         f"{args.name}: LoRA r={RANK} on all linear layers, {args.steps} steps of {BATCH} x {LENGTH} tokens, "
-        f"{str(dtype).removeprefix('torch.')}: nats per token on {test.numel()} tokens of held-out pages, mean of {args.rounds} rounds"
+        f"{str(dtype).removeprefix('torch.')}: nats per token on {test.numel()} tokens of held-out pages, mean of "
+        f"{args.rounds} rounds"
     )
     columns = ["base weights", "before", f"after {args.steps} steps", "largest less smallest round"]
     harness.save_table("calibration-finetune", title, columns, rows, args.json)
