@@ -26,12 +26,13 @@ _SMALL_TOKENS = 16  # kSmallM of csrc/cuda/linear_route.h: so few read the packe
 
 @dataclass
 class _Entry:
-    """A counted storage: what it is, its bytes, the fold that it belongs to, and as how many it counts now."""
+    """A counted storage: what it is, its bytes, the fold that it belongs to, as how many it counts now, and who ends it."""
 
     kind: str
     size: int
     owner: Fold | None
     times: int
+    released: weakref.finalize[Any, Any]
 
 
 class StorageTracker(TorchDispatchMode):
@@ -73,6 +74,14 @@ class StorageTracker(TorchDispatchMode):
         self._began = 0
         self._inner: tuple[int, dict[str, int]] = (0, {})  # the largest sum since then
 
+    def __exit__(self, *exception: object) -> None:
+        """Follows nothing any more: storages whose end it waits for would keep it, and it the blocks that own them."""
+        super().__exit__(*exception)
+        for entry in self._entries.values():
+            entry.released.detach()
+        self._entries.clear()
+        self.owners.clear()
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -105,8 +114,8 @@ class StorageTracker(TorchDispatchMode):
                 self.own(tensor, owner)
             return
         kind, owner = kind or self.kind, owner or self._making
-        entry = self._entries[key] = _Entry(kind, storage.nbytes(), owner, self._times(owner))
-        weakref.finalize(storage, self._released, key)
+        released = weakref.finalize(storage, self._released, key)
+        entry = self._entries[key] = _Entry(kind, storage.nbytes(), owner, self._times(owner), released)
         self.add(kind, entry.size * entry.times)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:

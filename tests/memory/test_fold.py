@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -139,6 +141,30 @@ def test_other_models_are_simulated_whole(kind: type[nn.Module]) -> None:
     assert {row.what: row.bytes for row in plan.rows}["weights, float32, trainable"] == 6 * (64 * 64 + 64) * 4
     assert plan.sizes is not None
     assert plan.sizes.subject.folds == []
+
+
+LEFT = """
+import gc, sys
+import halfbyte
+from torch._subclasses import FakeTensor
+
+def alive():
+    gc.collect()
+    return sum(isinstance(each, FakeTensor) for each in gc.get_objects())
+
+plan = halfbyte.plan(sys.argv[1], batch_size=1, seq_len=16)
+print(len(plan.sizes.subject.folds), alive() > 0)
+del plan
+print(alive())
+"""
+
+
+def test_a_plan_that_is_gone_leaves_nothing_behind(tmp_path: Path) -> None:
+    """Folded blocks could hold each other; in a process of its own, because pytest keeps what tests log."""
+    source = folder(tmp_path, "Llama", num_hidden_layers=5, **SIZES)
+    command = [sys.executable, "-c", LEFT, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=Path(__file__).parents[2])
+    assert done.stdout.split() == ["1", "True", "0"]
 
 
 def test_packed_formats_share_a_simulation_and_equal_their_own(tmp_path: Path) -> None:

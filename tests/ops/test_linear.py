@@ -68,8 +68,13 @@ def test_double_backward() -> None:
 
 
 def test_only_packed_rows_are_saved_and_no_dense_weight_survives() -> None:
+    def dense_sized() -> list[torch.Tensor]:
+        tensors = [t for t in gc.get_objects() if isinstance(t, torch.Tensor)]
+        return [t for t in tensors if t.is_floating_point() and t.numel() >= 256 * 512]
+
     format = Format.parse("nf4")
     packed = random_packed(format, 256, 512)
+    before = {id(t) for t in dense_sized()}  # of other tests
     saved: list[torch.Tensor] = []
     x = torch.randn(2, 512, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: (saved.append(t), t)[1], lambda t: t):
@@ -77,9 +82,7 @@ def test_only_packed_rows_are_saved_and_no_dense_weight_survives() -> None:
     assert [t.data_ptr() for t in saved] == [packed.data_ptr()]
     y.sum().backward()
     gc.collect()
-    alive = [
-        t for t in gc.get_objects() if isinstance(t, torch.Tensor) and t.is_floating_point() and t.numel() >= 256 * 512
-    ]
+    alive = [t for t in dense_sized() if id(t) not in before]
     assert alive == []
 
 
