@@ -2,9 +2,10 @@
 
     python benchmarks/bench_calibration_8b.py [--blocks 2] [--tokens 8192] [--model-blocks 32]
 
-Time and memory do not depend on the values: every block is the same work, so the model's time is its number of blocks times
-one block's (the first is not counted where there are several: it also warms up). The peak is anonymous memory above the
-imports, in a process of its own; beside it what the design says it should be, tensor by tensor.
+CPU time and memory do not depend on the values: every block is the same work, so the model's time is its number of blocks
+times one block's (the first is not counted where there are several: it also warms up). Divide by the cores at work. The
+peak is anonymous memory above the imports, in a process of its own; beside it what the design says it should be, tensor by
+tensor.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ def expected(tokens: int) -> dict[str, float]:
 
 
 def child(folder: str, tokens: int) -> None:
-    """Calibrates, and prints seconds per block and the peak as JSON."""
-    finished = [time.perf_counter()]
+    """Calibrates, and prints CPU seconds per block and the peak as JSON."""
+    finished = [time.process_time()]
     finish = Folder.finish_block
 
     def noted(self: Folder, index: int, layers: list[CalibratedLayer]) -> None:
         finish(self, index, layers)
-        finished.append(time.perf_counter())
+        finished.append(time.process_time())
 
     ids = torch.randint(0, VOCABULARY, (tokens // LENGTH, LENGTH), generator=torch.Generator().manual_seed(0))
     with (
@@ -90,8 +91,8 @@ def main() -> None:
     rows: list[list[object]] = [[name, f"{value / 1e6:.0f} MB"] for name, value in expected(args.tokens).items()]
     rows += [
         ["peak, measured", f"{result['peak'] / 1e6:.0f} MB"],
-        ["one block, measured", f"{one:.0f} s"],
-        [f"{args.model_blocks} blocks, by that", f"{one * args.model_blocks / 60:.0f} min"],
+        ["one block, measured", f"{one:.0f} CPU s"],
+        [f"{args.model_blocks} blocks, by that", f"{one * args.model_blocks / 3600:.1f} CPU h"],
     ]
     title = (
         f"Calibrating a Llama of width {WIDTH} and inner width {INNER} (Llama-3-8B's blocks, random weights) to nf4 on "
