@@ -1,6 +1,6 @@
 """The AMX kernels with emulated tiles against the AVX-512 kernels: int8 bit for bit, bf16 within linear's bound.
 
-No machine here has AMX. csrc/cpu/amx_tiles.h holds its instructions; under HALFBYTE_EMULATE_AMX they are plain C++ written
+They need no AMX: csrc/cpu/amx_tiles.h holds its instructions; under HALFBYTE_EMULATE_AMX they are plain C++ written
 from the instruction reference, and everything above them is what isa_amx.cpp compiles.
 """
 
