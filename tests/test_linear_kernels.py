@@ -259,7 +259,7 @@ def test_workspace_is_bounded_and_released() -> None:
     kept = ops.workspace_bytes()
     assert 0 < kept <= torch.get_num_threads() * 4 * 2**20
     if Path("/proc/self/clear_refs").exists():
-        assert _peak_kib() - before < 24 * 1024, "a dense weight would be 64 MiB"
+        assert _peak_kib() - before < 32 * 1024, "a dense weight would be 64 MiB"
     ops.clear_workspace()
     assert ops.workspace_bytes() == 0
     assert ops.linear(x, packed, None, NF4, 64, K).isfinite().all()

@@ -210,4 +210,4 @@ def test_memory_is_a_few_pieces_not_a_tensor(tmp_path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path), str(ROOT)], capture_output=True, text=True, timeout=120, check=True
     )
-    assert int(done.stdout) < 32 << 20  # two pieces of 8 MiB, and what the allocator keeps
+    assert int(done.stdout) < 40 << 20  # two pieces of 8 MiB, and what the allocator keeps; a tensor is 64 (fp32: 128)

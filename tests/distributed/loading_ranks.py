@@ -132,7 +132,7 @@ def filling_and_sending_overlap(folder: Path) -> None:
     if bars:
         assert bars[0].count == bars[0].total > 0
         both = sum(max(0.0, min(b, d) - max(a, c)) for a, b in spans["filled"] for c, d in spans["sent"])
-        assert both > 0.5 * sum(b - a for a, b in spans["sent"]), spans
+        assert both > 0.25 * sum(b - a for a, b in spans["sent"]), spans  # one after the other: 0
 
 
 def a_damaged_cache_under_fsdp2(folder: Path) -> None:

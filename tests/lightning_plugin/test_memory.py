@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -26,7 +27,7 @@ class Measured:
     def __exit__(self, *_):
         self.done = True; self.thread.join()
 
-def build(): return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(12)])
+def build(): return nn.Sequential(*[nn.Linear(2048, 2048, bias=False) for _ in range(24)])
 
 class Module(L.LightningModule):
     def configure_model(self):
@@ -56,15 +57,16 @@ for place in ("configure_model", "init_module"):  # each in a process of its own
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/status")
 def test_peak_of_building_in_configure_model_and_in_init_module() -> None:
     command = [sys.executable, "-W", "ignore", "-c", PROGRAM]
-    done = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}  # freed tensors leave at once, not when glibc likes
+    done = subprocess.run(command, env=environment, check=False, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
     assert [line[0] for line in lines] == ["configure_model", "init_module"], done.stderr
     for place, *numbers in lines:
         peak, packed, dense = map(float, numbers)
-        assert dense == 12 * 16
-        assert packed == 12 * 2.25
-        # Below: the layers the process drew first left a buffer behind. Above: one layer is 16 MiB in fp32, its
-        # temporaries as much.
-        assert packed - 24 < peak < packed + 48, f"{place}: {peak:.0f} MiB"
+        assert dense == 24 * 16
+        assert packed == 24 * 2.25
+        # Below: the layers the process drew first left buffers behind. Above: one layer is 16 MiB in fp32, its temporaries
+        # as much.
+        assert 0.4 * packed < peak < packed + 0.25 * (dense - packed), f"{place}: {peak:.0f} MiB"
         print(f"{place}: peak {peak:.1f} MiB, packed {packed:.1f}, dense {dense:.0f}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import threading
@@ -281,7 +282,9 @@ print(peak - base, report.bytes / 2**20, report.dense_bytes / 2**20)
 @pytest.mark.parametrize("model", ["sequential", "modulelist", "llama"])
 def test_the_dense_model_never_exists(model: str) -> None:
     """Peak anonymous memory: the packed model and one layer being drawn, far below the dense model."""
-    done = subprocess.run([sys.executable, "-c", PEAK, model], capture_output=True, text=True, timeout=120, check=True)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "131072"}  # freed tensors leave at once, not when glibc likes
+    command = [sys.executable, "-c", PEAK, model]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=True)
     peak, packed, dense = map(float, done.stdout.split())
     assert dense > 300  # MiB: the check means something
-    assert peak < packed + 48  # one 2048 x 2048 (4096 x 1024) fp32 layer is 16 MiB, its rounding temporaries as much
+    assert peak < packed + 0.25 * (dense - packed)  # one layer in fp32 is 16 MiB, its rounding temporaries as much
