@@ -25,7 +25,7 @@ def test_fit_and_resume_equal_the_loop_written_by_hand(trained: list[dict], wher
     expected = losses_by_hand(packed_net(), world=2)
     rows = [zlib.crc32(layer.weight.numpy()) for layer in (packed_net().first, packed_net().second)]
     for rank in range(2):
-        assert trained[rank][where]["losses"] == pytest.approx(expected[rank], abs=1e-6)
+        assert trained[rank][where]["losses"] == pytest.approx(expected[rank], rel=5e-6)
         assert trained[rank][where]["resumed"] == trained[rank][where]["losses"]
         assert trained[rank][where]["rows"] == rows  # rank 0's; rank 1 was built from another seed
 
@@ -33,7 +33,7 @@ def test_fit_and_resume_equal_the_loop_written_by_hand(trained: list[dict], wher
 def test_clipping_uses_the_norm_of_the_averaged_gradients(trained: list[dict]) -> None:
     expected = losses_by_hand(packed_net(), clip=0.05, world=2)
     for rank in range(2):
-        assert trained[rank]["clipped"] == pytest.approx(expected[rank], abs=1e-6)
+        assert trained[rank]["clipped"] == pytest.approx(expected[rank], rel=5e-6)
 
 
 @pytest.mark.parametrize("where", ["init", "configure"])
@@ -57,7 +57,7 @@ def test_the_report_is_printed_on_rank_0_only(trained: list[dict]) -> None:
 def test_fabric_fits_clips_saves_and_resumes(trained: list[dict]) -> None:
     expected = losses_by_hand(packed_net(), clip=0.5, world=2)
     for rank in range(2):
-        assert trained[rank]["fabric"]["losses"] == pytest.approx(expected[rank], abs=1e-6)
+        assert trained[rank]["fabric"]["losses"] == pytest.approx(expected[rank], rel=5e-6)
         assert trained[rank]["fabric"]["rows"] == trained[0]["init"]["rows"]
 
 

@@ -43,11 +43,11 @@ def test_losses_with_clipping_and_resuming_equal_one_process(seen: list, name: s
         found = [losses for key, losses in seen[rank].items() if key.startswith(f"{name} full=")]
         assert len(found) == (1 if name == "ddp" else 2)
         for losses in found:
-            assert losses == pytest.approx(expected[rank], abs=2e-6)
+            assert losses == pytest.approx(expected[rank], rel=5e-6)
 
 
 @pytest.mark.parametrize("form", ["full=True", "full=False"])
-@pytest.mark.parametrize(("name", "bound"), [("fsdp2", 2e-6), ("fsdp1", 5e-3)])  # FSDP1 cuts inside rows of moments
+@pytest.mark.parametrize(("name", "bound"), [("fsdp2", 1e-5), ("fsdp1", 5e-3)])  # FSDP1 cuts inside rows of moments
 def test_8_bit_moments_are_those_of_one_process(seen: list, name: str, bound: float, form: str) -> None:
     expected = losses_by_hand(tower(), clip=CLIP, world=2, optimizer=in_8_bits)
     for rank in range(2):

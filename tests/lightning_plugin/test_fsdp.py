@@ -57,7 +57,7 @@ def test_losses_and_resumed_losses_equal_one_process(seen: dict, expected: list,
         return
     for rank in range(2):
         # "early": built in __init__, packed by convert_module. All are clipped by the norm over all ranks.
-        assert seen[kind][rank][what] == pytest.approx(expected[rank], abs=2e-6)
+        assert seen[kind][rank][what] == pytest.approx(expected[rank], rel=5e-6)
         if what in ("full", "folder"):
             assert seen[kind][rank][what] == seen[kind][rank]["losses"]
 
@@ -153,4 +153,4 @@ def test_hybrid_sharding_on_four_ranks(tmp_path: Path) -> None:
     for rank in range(4):
         seen = json.loads((tmp_path / f"rank{rank}.json").read_text())
         for kind in ("fsdp1", "fsdp2"):
-            assert seen[kind] == pytest.approx(expected[rank], abs=5e-6)
+            assert seen[kind] == pytest.approx(expected[rank], rel=1e-5)

@@ -104,7 +104,7 @@ def test_from_pretrained_and_get_peft_model(folder: Path, expected: list[float],
     module = Language(str(folder), where)
     trainer(HalfbytePrecision("nf4")).fit(module)
     assert_layout(module)
-    assert module.losses == pytest.approx(expected, abs=1e-6)
+    assert module.losses == pytest.approx(expected, rel=5e-6)
 
 
 def test_inside_init_module(folder: Path, expected: list[float]) -> None:
@@ -114,7 +114,7 @@ def test_inside_init_module(folder: Path, expected: list[float]) -> None:
         assert_layout(module)
     run.fit(module)
     assert_layout(module)
-    assert module.losses == pytest.approx(expected, abs=1e-6)
+    assert module.losses == pytest.approx(expected, rel=5e-6)
 
 
 @pytest.mark.parametrize("where", ["configure", "init"])
