@@ -39,6 +39,26 @@ inline float horizontal_sum(Vector v) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
+// A block of kLanes x kLanes units, transposed.
+inline void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  __m256 row[8], pair[8];
+  for (int i = 0; i < 8; ++i) row[i] = _mm256_loadu_ps(from + i * from_stride);
+  for (int i = 0; i < 8; i += 2) {
+    pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
+    pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    row[i] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0x44);
+    row[i + 1] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0xEE);
+    row[i + 2] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0x44);
+    row[i + 3] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0xEE);
+  }
+  for (int i = 0; i < 4; ++i) {
+    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(row[i], row[i + 4], 0x20));
+    _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(row[i], row[i + 4], 0x31));
+  }
+}
+
 // 4-bit groups come out as 4 vectors of even elements, then 4 of odd ones; inside, as byte unpacking leaves them.
 template <class Product, Codes codes>
 constexpr int element_at(int position) {

@@ -55,6 +55,40 @@ inline void store_values(float* p, __m512i v) { _mm512_storeu_si512(p, v); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline float horizontal_sum(Vector v) { return _mm512_reduce_add_ps(v); }
 
+// A block of kLanes x kLanes units, transposed.
+inline void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  __m512 a[16], b[16];
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(from + i * from_stride);
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm512_unpackhi_ps(a[i], a[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    a[i] = _mm512_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm512_shuffle_ps(b[i], b[i + 2], 0xEE);
+    a[i + 2] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm512_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
+  }
+  // a[4 j + c], 128-bit lane q: column 4 q + c of rows 4 j to 4 j + 3.
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    b[c] = _mm512_shuffle_f32x4(a[c], a[c + 4], 0x88);           // lanes 0, 2 of rows 0-3, then of 4-7
+    b[c + 4] = _mm512_shuffle_f32x4(a[c], a[c + 4], 0xDD);       // lanes 1, 3
+    b[c + 8] = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0x88);
+    b[c + 12] = _mm512_shuffle_f32x4(a[c + 8], a[c + 12], 0xDD);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; ++c) {
+    _mm512_storeu_ps(to + c * to_stride, _mm512_shuffle_f32x4(b[c], b[c + 8], 0x88));
+    _mm512_storeu_ps(to + (c + 4) * to_stride, _mm512_shuffle_f32x4(b[c + 4], b[c + 12], 0x88));
+    _mm512_storeu_ps(to + (c + 8) * to_stride, _mm512_shuffle_f32x4(b[c], b[c + 8], 0xDD));
+    _mm512_storeu_ps(to + (c + 12) * to_stride, _mm512_shuffle_f32x4(b[c + 4], b[c + 12], 0xDD));
+  }
+}
+
 // 4-bit groups come out as a permutation reads them from shifted registers: value j of lane i is nibble j of the i-th
 // dword (fp32) or word (bf16), the low nibble of a byte being the odd element.
 template <class Product, Codes codes>
@@ -62,6 +96,19 @@ constexpr int element_at(int position) {
   if (!four_bit(codes)) return position;
   const int lanes = kLanes * Product::kUnitElements;
   return kGroup / lanes * (position % lanes) + (position / lanes ^ 1);
+}
+
+// 128 bf16 in that order: word i of vector j is element 4 i + (j ^ 1).
+inline void order_words(const BFloat16* x, BFloat16* out) {
+  const __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + 32), c = _mm512_loadu_si512(x + 64), d = _mm512_loadu_si512(x + 96);
+  const __m512i fourth = _mm512_set_epi16(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0,  //
+                                          60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i index = _mm512_add_epi16(fourth, _mm512_set1_epi16(int16_t(j ^ 1)));
+    const __m512i low = _mm512_permutex2var_epi16(a, index, b), high = _mm512_permutex2var_epi16(c, index, d);
+    _mm512_storeu_si512(out + 32 * j, _mm512_inserti64x4(low, _mm512_castsi512_si256(high), 1));
+  }
 }
 
 // fp8 codes of 16 elements as fp32 values / 256: e4m3 bits moved to fp16 mean that, subnormals included.

@@ -38,6 +38,12 @@ inline void store_values(float* p, Vector v) { memcpy(p, &v, sizeof v); }
 inline float horizontal_sum(Vector v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
+// A block of kLanes x kLanes units, transposed.
+inline void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  for (int r = 0; r < kLanes; ++r)
+    for (int c = 0; c < kLanes; ++c) memcpy(to + c * to_stride + r, from + r * from_stride + c, sizeof(float));
+}
+
 // Position in the decode order -> element of the group.
 template <class Product, Codes codes>
 constexpr int element_at(int position) {

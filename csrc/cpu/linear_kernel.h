@@ -14,11 +14,11 @@ template <class T>
 inline void store_row(const float* sums, int64_t count, const void* bias, void* data) {
   T* out = static_cast<T*>(data);
   const T* added = static_cast<const T*>(bias);
-  if (added) {
-    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i] + to_float(added[i]));
-  } else {
-    for (int64_t i = 0; i < count; ++i) out[i] = from_float<T>(sums[i]);
-  }
+  const auto store = [&](int64_t i) { out[i] = from_float<T>(added ? sums[i] + to_float(added[i]) : sums[i]); };
+  int64_t i = 0;
+  for (; i + 12 <= count; i += 12)  // rows of a micro-kernel: loops of a known length become vectors
+    for (int j = 0; j < 12; ++j) store(i + j);
+  for (; i < count; ++i) store(i);
 }
 
 // output[token, column : column + count] = sums[i] + bias, rounded once.
@@ -172,8 +172,10 @@ inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, 
 
 // Decoded groups [first, first + count) of one row, in decode order. A partial last group is filled up with anything finite
 // that its scale allows: the activations there are zero, or the columns are not stored.
+// The codes `ahead` bytes on are fetched meanwhile: a panel takes a few cache lines of each row, too few for the hardware to foresee.
 template <class Product, Codes codes>
-inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first, int64_t count, float* out) {
+inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first, int64_t count,
+                       int64_t ahead, float* out) {
   using D = Decoder<Product, codes>;
   typename D::Scales scales;
   const int64_t start = first * kGroup;
@@ -182,7 +184,9 @@ inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* ro
   typename Product::Values v[Product::kVectors];
   const int64_t whole = length / kGroup;
   for (int64_t g = 0; g < whole; ++g, out += Product::kVectors * kLanes) {
-    decoder.scaled(row + (first + g) * D::kCodeBytes, scales, g, v);
+    const uint8_t* codes_of_group = row + (first + g) * D::kCodeBytes;
+    prefetch(codes_of_group + ahead);
+    decoder.scaled(codes_of_group, scales, g, v);
 #pragma GCC unroll 8
     for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kLanes, v[i]);
   }
@@ -253,7 +257,8 @@ void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowL
     for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
       const int64_t count = g0 + kPanelGroups < groups ? kPanelGroups : groups - g0;
       for (int64_t r = 0; r < rows; ++r)
-        decode_row<Product, codes>(decoder, packed + (n0 + r) * l.row_bytes, l, g0, count, panel + r * kPanelStride);
+        decode_row<Product, codes>(decoder, packed + (n0 + r) * l.row_bytes, l, g0, count, count * Decoder<Product, codes>::kCodeBytes,
+                                   panel + r * kPanelStride);
       for (int64_t r = rows; r < rows_padded; ++r) memset(panel + r * kPanelStride, 0, size_t(4 * count * kGroupUnits));
       for (int64_t m0 = 0; m0 < tokens;) {
         const int vectors = tile_vectors(tokens - m0);
@@ -274,12 +279,12 @@ void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowL
         m0 += vectors * kLanes;
       }
     }
-    for (int64_t m0 = 0; m0 < tokens; m0 += 16) {
-      const int64_t count = m0 + 16 < tokens ? 16 : tokens - m0;
-      float turned[16][kPanelRows];  // a strided read for every output would cost more than the conversion
-      for (int64_t r = 0; r < rows; ++r)
-        for (int64_t m = 0; m < 16; ++m) turned[m][r] = sums[r * kSumsStride + m0 + m];
-      for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, turned[m], rows);
+    for (int64_t m0 = 0; m0 < tokens; m0 += kLanes) {
+      const int64_t count = m0 + kLanes < tokens ? kLanes : tokens - m0;
+      constexpr int64_t kTurnedStride = kPanelRows + 16;
+      float turned[kLanes * kTurnedStride];  // a strided read for every output would cost more than the conversion
+      for (int64_t r = 0; r < rows; r += kLanes) turn(sums + r * kSumsStride + m0, kSumsStride, turned + r, kTurnedStride);
+      for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, turned + m * kTurnedStride, rows);
     }
   }
 }
@@ -295,6 +300,7 @@ struct BackwardShape {
   constexpr int64_t panel_floats() const { return columns / kSubtile * subtile_stride(); }
   constexpr int64_t sums_stride() const { return columns + 16; }
 };
+constexpr int64_t kRowsAhead = 16;  // rows of a panel whose codes are on their way
 constexpr BackwardShape kBackwardMany{256, 128};
 // With few tokens reading the weight counts, and 256 columns of a row are 2 cache lines in a page of their own.
 constexpr BackwardShape kBackwardFew{1024, 32};
@@ -394,7 +400,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
       }
     };
     accumulate(rows, grad, grad_stride, [&](int64_t n, float* out) {
-      decode_row<Product, codes>(decoder, packed + n * l.row_bytes, l, g0, groups, out);
+      decode_row<Product, codes>(decoder, packed + n * l.row_bytes, l, g0, groups, kRowsAhead * l.row_bytes, out);
     });
     if (low_rank) {
       accumulate(low_rank->rank, low_rank->input, low_rank->stride, [&](int64_t n, float* out) {

@@ -1,6 +1,8 @@
 // Activations in the order in which the decoders of this ISA give weights. Included once per ISA, after linear_decode_*.h.
 #pragma once
 
+#include <type_traits>
+
 #include "linear_kernels.h"
 #include "simd/scalar.h"
 
@@ -36,26 +38,33 @@ struct Order {
   }
 };
 
+// Elements [0, kGroup) of x in decode order; those from `count` on are zeros.
+template <class Product, Codes codes, class T>
+inline void order_group(const T* x, int64_t count, typename UnitElement<Product>::Type* out) {
+  static constexpr Order<Product, codes> order;
+  if (count >= kGroup) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<Product, BFloat16Pairs> && std::is_same_v<T, BFloat16> && four_bit(codes)) {
+      order_words(x, out);
+      return;
+    }
+#endif
+    for (int i = 0; i < kGroup; ++i) convert(out[i], x[order.element[i]]);
+  } else {
+    for (int i = 0; i < kGroup; ++i) {
+      if (order.element[i] < count) convert(out[i], x[order.element[i]]);
+      else convert(out[i], 0.0f);
+    }
+  }
+}
+
 // (tokens, K) -> (groups, tokens, group) in decode order, the last group filled up with zeros.
 template <class Product, Codes codes, class T>
 void pack_direct(const T* input, int64_t tokens, const RowLayout& l, void* units) {
-  using E = typename UnitElement<Product>::Type;
-  static constexpr Order<Product, codes> order;
-  const int64_t K = l.in_features, padded = padded_features(l);
-  E* out = static_cast<E*>(units);
-  for (int64_t start = 0; start < padded; start += kGroup) {
-    for (int64_t m = 0; m < tokens; ++m, out += kGroup) {
-      const T* x = input + m * K + start;
-      if (start + kGroup <= K) {
-        for (int i = 0; i < kGroup; ++i) convert(out[i], x[order.element[i]]);
-      } else {
-        for (int i = 0; i < kGroup; ++i) {
-          if (start + order.element[i] < K) convert(out[i], x[order.element[i]]);
-          else convert(out[i], 0.0f);
-        }
-      }
-    }
-  }
+  auto* out = static_cast<typename UnitElement<Product>::Type*>(units);
+  const int64_t K = l.in_features;
+  for (int64_t start = 0; start < K; start += kGroup)
+    for (int64_t m = 0; m < tokens; ++m, out += kGroup) order_group<Product, codes>(input + m * K + start, K - start, out);
 }
 
 // Tiles of tokens: as many vectors as the micro-kernel can hold, fewer at the end.
@@ -71,29 +80,22 @@ inline int64_t tile_start(int64_t tile) { return tile * kTileVectors * kLanes; }
 template <class Product, Codes codes, class T>
 void pack_tiled(const T* input, int64_t tokens, const RowLayout& l, int64_t tile_begin, int64_t tile_end, void* units) {
   using E = typename UnitElement<Product>::Type;
-  constexpr int kElements = Product::kUnitElements;
-  static constexpr Order<Product, codes> order;
+  constexpr int kGroupUnits = kGroup / Product::kUnitElements;
+  constexpr int kOrderedStride = kGroupUnits + 16;  // the tokens of a unit would share L1 sets
   const int64_t K = l.in_features, padded = padded_features(l);
   const int64_t end = tile_start(tile_end) < tokens ? tile_start(tile_end) : tokens;
+  alignas(64) float ordered[kLanes * kOrderedStride];
   for (int64_t m0 = tile_start(tile_begin); m0 < end;) {
     const int width = tile_vectors(tokens - m0) * kLanes;
-    E* tile = static_cast<E*>(units) + m0 * padded;
-    for (int64_t start = 0; start < padded; start += kGroup) {
-      for (int m = 0; m < width; ++m) {
-        const T* row = input + (m0 + m) * K + start;
-        E* out = tile + (start / kElements * width + m) * kElements;
-        if (m0 + m < tokens && start + kGroup <= K) {
-          for (int i = 0; i < kGroup / kElements; ++i)
-            for (int e = 0; e < kElements; ++e) convert(out[i * width * kElements + e], row[order.element[i * kElements + e]]);
-        } else {
-          for (int i = 0; i < kGroup / kElements; ++i)
-            for (int e = 0; e < kElements; ++e) {
-              const int64_t k = order.element[i * kElements + e];
-              E& to = out[i * width * kElements + e];
-              if (m0 + m < tokens && start + k < K) convert(to, row[k]);
-              else convert(to, 0.0f);
-            }
+    float* tile = static_cast<float*>(units) + m0 * padded / Product::kUnitElements;
+    for (int64_t start = 0; start < K; start += kGroup, tile += kGroupUnits * width) {
+      for (int m = 0; m < width; m += kLanes) {
+        for (int i = 0; i < kLanes; ++i) {
+          float* row = ordered + i * kOrderedStride;
+          if (m0 + m + i < tokens) order_group<Product, codes>(input + (m0 + m + i) * K + start, K - start, reinterpret_cast<E*>(row));
+          else memset(row, 0, kGroupUnits * sizeof(float));
         }
+        for (int u = 0; u < kGroupUnits; u += kLanes) turn(ordered + u, kOrderedStride, tile + u * width + m, width);
       }
     }
     m0 += width;
