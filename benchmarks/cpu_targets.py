@@ -87,8 +87,9 @@ def main() -> None:
     )
     title = (
         "Targets of the CPU kernels beside the measured ratios (peer's time over ours) and shares of the floor; results of "
-        f"the other sections. Threads: {threads}; instruction sets below the machine's own are forced (HALFBYTE_CPU_ISA) "
-        "for halfbyte only: the peers use all that the machine has, which no machine without AVX-512 would."
+        f"the other sections. Threads: {threads}; instruction sets below the machine's own are forced: halfbyte by "
+        "HALFBYTE_CPU_ISA, torch by its own switches where its section says so; bitsandbytes has none and uses AVX-512 "
+        "in every column."
     )
     environment = next(env for name, env in sorted(used.items()) if name.endswith("-avx512.json"))
     content = {"benchmark": "cpu-targets", "environment": environment, "title": title, "columns": columns, "rows": rows}

@@ -46,6 +46,8 @@ import halfbyte  # noqa: F401  registers torch.ops.halfbyte
 ROOT = Path(__file__).resolve().parent.parent
 ISA_NAMES = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
 PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
+# Hold torch's own kernels, oneDNN and MKL to what a machine without AVX-512 has; bitsandbytes has no such switch.
+HELD_TO_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
 T = TypeVar("T")
 
@@ -82,9 +84,12 @@ def arguments(doc: str | None, argv: Sequence[str] | None = None, **extra: Any) 
     for name, keywords in extra.items():
         parser.add_argument(f"--{name}", **keywords)
     args = parser.parse_args(argv)
-    if args.threads and argv is None and os.environ.get("OMP_NUM_THREADS") != str(args.threads):
-        # Peers bring OpenMP runtimes of their own, which read this when they are loaded and never again.
-        os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    wanted = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
+    if os.environ.get("HALFBYTE_CPU_ISA") in ("avx2", "scalar"):
+        wanted |= HELD_TO_AVX2
+    if argv is None and any(os.environ.get(name) != value for name, value in wanted.items()):
+        # torch and peers' OpenMP runtimes read these when they are loaded and never again.
+        os.environ |= wanted
         os.execv(sys.executable, [sys.executable, *sys.argv])
     return args
 
@@ -123,6 +128,7 @@ def environment() -> dict[str, Any]:
         "cpu": cpu_model(),
         "isa": ISA_NAMES[torch.ops.halfbyte.cpu_isa()],
         "forced_isa": os.environ.get("HALFBYTE_CPU_ISA", ""),
+        "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "last_level_cache": last_level_cache(),

@@ -30,7 +30,10 @@ def heading(result: dict[str, Any]) -> list[str]:
     """Name, hardware and versions."""
     env = result["environment"]
     versions = ", ".join(f"{name} {version}" for name, version in env.get("versions", {}).items())
-    where = env.get("where") or f"{env['cpu']}, {env['isa']}, {env['threads']} threads; {versions}; commit {env['commit']}."
+    torch_isa = f" (torch: {env['torch_isa']})" if env.get("forced_isa") and "torch_isa" in env else ""
+    where = env.get("where") or (
+        f"{env['cpu']}, {env['isa']}{torch_isa}, {env['threads']} threads; {versions}; commit {env['commit']}."
+    )
     return [f"## {result['benchmark']}", "", where, ""]
 
 
