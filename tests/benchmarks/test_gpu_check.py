@@ -50,24 +50,24 @@ def gpu_check() -> ModuleType:
     return module
 
 
-def supervised(gpu_check: ModuleType, path: Path, acts: dict[str, str], seconds: float = 30) -> dict[str, object]:
+def supervised(gpu_check: ModuleType, path: Path, acts: dict[str, str], limit: float, seconds: float) -> dict[str, object]:
     gpu_check.write(path, EMPTY)
     command = [sys.executable, "-c", CHILD, str(path), json.dumps(acts)]
-    state = gpu_check.supervise(command, path, dict.fromkeys(acts, 2.0), time.time() + seconds, poll=0.05)
+    state = gpu_check.supervise(command, path, dict.fromkeys(acts, limit), time.time() + seconds, poll=0.05)
     assert state == json.loads(path.read_text())
     return state
 
 
 def test_a_section_that_takes_the_process_with_it_costs_only_itself(gpu_check: ModuleType, tmp_path: Path) -> None:
-    state = supervised(gpu_check, tmp_path / "r.json", {"a": "", "b": "crash", "c": "", "d": "hang", "e": ""})
+    state = supervised(gpu_check, tmp_path / "r.json", {"a": "", "b": "crash", "c": "", "d": "hang", "e": ""}, 4.0, 60)
     assert [row["title"] for row in state["rows"]] == ["a", "c", "e"]
     assert state["failed"] == ["b", "d"]
-    assert state["errors"] == {"b": "the process ended with status 139", "d": "it took longer than its 2 s"}
+    assert state["errors"] == {"b": "the process ended with status 139", "d": "it took longer than its 4 s"}
     assert state["not_run"] == []
 
 
 def test_what_the_time_does_not_suffice_for_is_listed(gpu_check: ModuleType, tmp_path: Path) -> None:
-    state = supervised(gpu_check, tmp_path / "r.json", {"a": "", "b": "hang", "c": "", "d": ""}, seconds=1)
+    state = supervised(gpu_check, tmp_path / "r.json", {"a": "", "b": "hang", "c": "", "d": ""}, 60.0, 3)
     assert state["failed"] == ["b"]
     assert state["errors"]["b"] == "the time is up"
     assert state["not_run"] == ["c", "d"]
