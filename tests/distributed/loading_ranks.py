@@ -17,7 +17,7 @@ from fault_cases import flip
 import halfbyte
 from halfbyte import reference
 from halfbyte.checkpoint import files, sources
-from halfbyte.distributed import fully_shard, loading, quantize_broadcast, quantize_scatter
+from halfbyte.distributed import connections, fully_shard, loading, quantize_broadcast, quantize_scatter
 from halfbyte.nn import QuantLinear
 
 
@@ -87,7 +87,7 @@ def a_slow_source_is_not_a_dead_one(folder: Path) -> None:
     with (
         patch.object(sources.CheckpointSource, "fill", slow),
         patch.object(loading, "ALIVE_S", 0.2),
-        patch.object(loading, "TIMEOUT_S", 1.0),
+        patch.object(connections, "TIMEOUT_S", 1.0),
     ):
         model = on_meta("nf4")
         halfbyte.load_quantized(model, folder / "dense", progress=False)
@@ -96,7 +96,7 @@ def a_slow_source_is_not_a_dead_one(folder: Path) -> None:
 
 def filling_and_sending_overlap(folder: Path) -> None:
     """Both made slow: while one bucket is sent, the next is filled. A bar counts the bytes, on the source alone."""
-    fill, scatter = sources.CheckpointSource.fill, loading.LoaderGroup.scatter
+    fill, scatter = sources.CheckpointSource.fill, connections.LoaderGroup.scatter
     spans: dict[str, list[tuple[float, float]]] = {"filled": [], "sent": []}
     bars: list[Any] = []
 
@@ -122,7 +122,7 @@ def filling_and_sending_overlap(folder: Path) -> None:
 
     with (
         patch.object(sources.CheckpointSource, "fill", slowly(fill, "filled")),
-        patch.object(loading.LoaderGroup, "scatter", slowly(scatter, "sent")),
+        patch.object(connections.LoaderGroup, "scatter", slowly(scatter, "sent")),
         patch("tqdm.auto.tqdm", Bar),
     ):
         model = fully_shard(on_meta("nf4"), checkpointing=False)

@@ -18,7 +18,7 @@ def run_ranks(
 ) -> list[str]:
     """Runs `script` once per rank and returns what each printed. No process outlives the timeout.
 
-    `killed` is the rank that is expected to kill itself. The scripts can import what is in this folder and in
+    `killed` is the rank that is expected to kill or stop itself. The scripts can import what is in this folder and in
     tests/checkpoint.
     """
     with socket.socket() as probe:
@@ -47,7 +47,11 @@ def run_ranks(
     ]
     deadline = time.monotonic() + timeout
     try:
-        outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
+        outputs = [""] * world
+        for rank in sorted(range(world), key=lambda rank: rank == killed):
+            if rank == killed:
+                processes[rank].kill()
+            outputs[rank] = processes[rank].communicate(timeout=max(1.0, deadline - time.monotonic()))[0]
     finally:
         for process in processes:
             process.kill()
