@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from checkpoints import Net, check, on_meta, values, write_dense
 from fault_cases import flip
+from ranks import gloo_group
 
 import halfbyte
 from halfbyte import reference
@@ -148,22 +149,20 @@ def a_damaged_cache_under_fsdp2(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     mode, folder = sys.argv[1], Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        write_dense(folder / "dense")
-    dist.barrier()
-    if mode == "hybrid":
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        sharded = fully_shard(on_meta("nf4"), mesh=mesh, checkpointing=False)
-        halfbyte.load_quantized(sharded, folder / "dense", progress=False)
-        check(sharded)
-        assert sharded.layers[0].up.weight.to_local().shape[0] == (17, 16)[dist.get_rank() % 2]
-    else:
-        successes(folder)
-        a_slow_source_is_not_a_dead_one(folder)
-        filling_and_sending_overlap(folder)
-        a_damaged_cache_under_fsdp2(folder)
-    print("DONE", flush=True)
-    dist.destroy_process_group()
+    with gloo_group() as rank:
+        if rank == 0:
+            write_dense(folder / "dense")
+        dist.barrier()
+        if mode == "hybrid":
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            sharded = fully_shard(on_meta("nf4"), mesh=mesh, checkpointing=False)
+            halfbyte.load_quantized(sharded, folder / "dense", progress=False)
+            check(sharded)
+            assert sharded.layers[0].up.weight.to_local().shape[0] == (17, 16)[rank % 2]
+        else:
+            successes(folder)
+            a_slow_source_is_not_a_dead_one(folder)
+            filling_and_sending_overlap(folder)
+            a_damaged_cache_under_fsdp2(folder)
+        print("DONE", flush=True)

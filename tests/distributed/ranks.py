@@ -1,4 +1,4 @@
-"""Starts the processes of a distributed test."""
+"""Starts the processes of a distributed test, and what their scripts share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300  # a machine that many share is several times slower
@@ -59,3 +64,13 @@ def run_ranks(
     expected = [-9 if rank == killed else 0 for rank in range(world)]
     assert codes == expected, "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(outputs))
     return outputs
+
+
+@contextmanager
+def gloo_group() -> Iterator[int]:
+    """In a script: the process group of all ranks, which ends with them; gives this one's number."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    yield dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()  # or torch may abort the interpreter on its way out (pytorch#190489)
