@@ -32,7 +32,14 @@ LIMIT = 0.10
 
 @dataclass(frozen=True)
 class PlanCase:
-    """One training set-up. `format` None: dense, full fine-tune; `lora` 0: what the model leaves trainable."""
+    """One training set-up.
+
+    Attributes:
+        format: None: dense, full fine-tune.
+        lora: rank; 0: what the model leaves trainable.
+        spread: tokens differ, so that a mixture's routing spreads them over its experts. Plans assume that all tokens take
+            the same experts, as equal tokens do.
+    """
 
     model: str
     format: str | None
@@ -44,10 +51,12 @@ class PlanCase:
     dtype: str = "float32"
     strategy: str = "single"
     world_size: int = 1
+    spread: bool = False
 
     def __str__(self) -> str:
         kind = f"{self.format or 'dense'}{f' LoRA {self.lora}' if self.lora else ''} {self.dtype}"
         ranks = f" {self.strategy} x {self.world_size}" if self.world_size > 1 else ""
+        ranks += ", tokens differ" if self.spread else ""
         checkpointing = " ckpt" if self.checkpointing else ""
         return f"{self.model} {kind}, {self.optimizer}, {self.batch_size} x {self.seq_len}{checkpointing}{ranks}"
 
@@ -76,6 +85,17 @@ CASES = [
     PlanCase("llama", None, 0, "adamw8bit", False, 1, 64, strategy="fsdp1", world_size=2),
     PlanCase("llama", "nf4", 8, "adamw8bit", True, 2, 128, strategy="fsdp1", world_size=2),
     PlanCase("llama", None, 0, "adamw8bit", True, 1, 128, strategy="fsdp1", world_size=2),
+    PlanCase("mixtral", "nf4", 8, "adamw8bit", True, 2, 128),
+    PlanCase("mixtral", "nf4", 8, "adamw8bit", False, 1, 128),
+    PlanCase("mixtral", "nf4", 8, "adamw8bit", True, 2, 128, spread=True),
+    PlanCase("mixtral", "nf4", 8, "adamw8bit", False, 1, 128, spread=True),
+    PlanCase("mixtral", None, 0, "adamw8bit", True, 2, 128),
+    PlanCase("qwen3_moe", "nf4", 8, "adamw", True, 4, 128),
+    PlanCase("qwen3_moe", "int8", 8, "adamw8bit", False, 2, 128, "bfloat16"),
+    PlanCase("qwen3_moe", "nf4", 8, "adamw8bit", True, 4, 128, spread=True),
+    PlanCase("qwen3_moe", None, 0, "adamw8bit", False, 2, 64, "bfloat16"),
+    PlanCase("mixtral", "nf4", 8, "adamw8bit", True, 2, 128, strategy="ddp", world_size=2),
+    PlanCase("mixtral", "nf4", 8, "adamw8bit", True, 2, 128, strategy="fsdp2", world_size=2),
 ]
 
 
@@ -111,8 +131,12 @@ def make_model(case: PlanCase) -> nn.Module:
 
         sizes = {"vocab_size": 2048, "hidden_size": 256, "intermediate_size": 688, "num_hidden_layers": 6}
         heads = {"num_attention_heads": 8, "num_key_value_heads": 4}
-        name = {"llama": "Llama", "qwen2": "Qwen2"}[case.model]
-        config = getattr(transformers, f"{name}Config")(**sizes, **heads, use_cache=False)
+        name = {"llama": "Llama", "qwen2": "Qwen2", "mixtral": "Mixtral", "qwen3_moe": "Qwen3Moe"}[case.model]
+        experts = {
+            "mixtral": {"num_local_experts": 4},
+            "qwen3_moe": {"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256, "head_dim": 32},
+        }.get(case.model, {})
+        config = getattr(transformers, f"{name}Config")(**{**sizes, **experts}, **heads, use_cache=False)
         model = getattr(transformers, f"{name}ForCausalLM")(config)
     model = model.to(getattr(torch, case.dtype))
     if case.format:
@@ -120,7 +144,8 @@ def make_model(case: PlanCase) -> nn.Module:
     if case.lora:
         from peft import LoraConfig, get_peft_model
 
-        lora = LoraConfig(r=case.lora, target_modules="all-linear")
+        layers = ["q_proj", "k_proj", "v_proj", "o_proj"] if "moe" in case.model or case.model == "mixtral" else "all-linear"
+        lora = LoraConfig(r=case.lora, target_modules=layers)
         model = get_peft_model(model, lora, autocast_adapter_dtype=False)
     return model.train()
 
@@ -129,6 +154,8 @@ def make_batch(case: PlanCase) -> Any:
     if case.model == "mixer":
         return torch.zeros(case.batch_size, case.seq_len, 256, dtype=getattr(torch, case.dtype))
     ids = torch.zeros(case.batch_size, case.seq_len, dtype=torch.long)
+    if case.spread:
+        ids += torch.arange(ids.numel()).view(ids.shape)
     return {"input_ids": ids, "labels": ids}
 
 

@@ -104,7 +104,7 @@ def _check_copies(config: Any, model: nn.Module) -> None:
     packed = {name: module for name, module in model.named_modules() if isinstance(module, Packed)}
     for wanted in getattr(config, "modules_to_save", None) or ():
         for name, module in packed.items():
-            if f".{name}".endswith(f".{wanted}"):
+            if f".{wanted}." in f".{name}.":  # itself, or what it is a part of
                 raise NotImplementedError(
                     f"modules_to_save={wanted!r}: {name} is packed ({module.format}) and packed rows are frozen; load the "
                     f"model with skip=({wanted!r}, ...) to keep it dense, or put LoRA on it"

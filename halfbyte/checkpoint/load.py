@@ -169,7 +169,8 @@ class _Request:
             self.each_source(source, layout, lambda found: fill_slots(slots, filled.over(found), tick))
 
     def together(self, group: Any, source_rank: int) -> None:
-        from halfbyte.distributed.loading import BUCKET_BYTES, LoaderGroup, plan_buckets, receive, send
+        from halfbyte.distributed.connections import LoaderGroup
+        from halfbyte.distributed.loading import BUCKET_BYTES, plan_buckets, receive, send
 
         with ExitStack() as stack, LoaderGroup(group, source_rank, "load_quantized") as ranks:
             source: Any = None

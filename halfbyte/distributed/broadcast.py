@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from halfbyte.distributed.loading import BUCKET_BYTES, LoaderGroup, plan_buckets, receive, send
+from halfbyte.distributed.connections import LoaderGroup
+from halfbyte.distributed.loading import BUCKET_BYTES, plan_buckets, receive, send
 from halfbyte.formats import Format
 from halfbyte.ops.broadcast import shard_rows
 

@@ -13,17 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from halfbyte.distributed.loading import (
-    ALIVE_S,
-    BUCKET_BYTES,
-    LoaderGroup,
-    announce,
-    announce_failure,
-    hear_data,
-    plan_buckets,
-    receive,
-    send,
-)
+from halfbyte.distributed.connections import LoaderGroup
+from halfbyte.distributed.loading import BUCKET_BYTES, plan_buckets, receive, send
 
 __all__ = ["replicate", "replicating"]
 
@@ -63,7 +54,8 @@ def replicate(
         rank's current one).
 
     Raises:
-        RuntimeError: no process group is initialized, or another rank failed or is gone: within 10 s, with its text.
+        RuntimeError: no process group is initialized, or another rank failed or is gone: within 10 s, with its text; or it
+            hangs: within a minute while the source makes the module, within 10 s after that.
         NotImplementedError: the module can't be pickled, or holds a tensor that is not plain (a DTensor); on the source.
     """
     if process_group is None:
@@ -75,13 +67,23 @@ def replicate(
     from halfbyte.checkpoint.sources import TensorSource
 
     with LoaderGroup(process_group, source_rank, what) as ranks, torch.no_grad():
-        states = ranks.agree(lambda: hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest())
-        alike = states[ranks.rank] == states[source_rank]
-        if ranks.is_source:
-            module, text, tensors = _made(ranks, make, what)
-            announce(ranks, text)
-        else:
-            module, tensors = _unpacked(hear_data(ranks), alike)
+        module: Any = None
+        text, tensors = b"", list[Tensor]()
+
+        def made() -> tuple[bytes, int]:
+            nonlocal module, text, tensors
+            state = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).digest()
+            if ranks.is_source:
+                module = _made(make)
+                text, tensors = _packed(module, what)
+            return state, len(text)
+
+        found = ranks.agree(made)
+        state, size = found[source_rank]
+        body = bytearray(text) if ranks.is_source else bytearray(size)
+        ranks.broadcast(torch.frombuffer(body, dtype=torch.uint8))
+        if not ranks.is_source:
+            module, tensors = _unpacked(body, found[ranks.rank][0] == state)
         entries = [_entry(index, tensor) for index, tensor in enumerate(tensors)]
         spans = [[(0, entry.rows) for entry in entries]] * ranks.world
         buckets = plan_buckets(entries, spans, bucket_bytes)
@@ -118,38 +120,13 @@ def _entry(index: int, tensor: Tensor) -> Any:
     return Entry(str(index), tuple(tensor.shape), tensor.dtype)
 
 
-def _made(ranks: LoaderGroup, make: Callable[[], Any], what: str) -> tuple[Any, bytes, list[Tensor]]:
-    """The source's module, its pickle and its tensors. The other ranks hear meanwhile that this one is alive."""
-    done = threading.Event()
-    gone: list[RuntimeError] = []
-
-    def beat() -> None:
-        try:
-            while not done.wait(ALIVE_S):
-                announce(ranks, None)
-        except RuntimeError as error:
-            gone.append(error)
-
-    thread = threading.Thread(target=beat, name="halfbyte-alive", daemon=True)
-    thread.start()
-    failure: Exception | None = None
+def _made(make: Callable[[], Any]) -> Any:
+    _thread.making = True
     try:
-        _thread.making = True
         with torch.enable_grad():  # as outside: what is made may be trainable
-            module = make()
-        text, tensors = _packed(module, what)
-    except Exception as error:
-        failure = error
+            return make()
     finally:
         _thread.making = False
-        done.set()
-        thread.join()
-    if failure is not None:
-        announce_failure(ranks, failure)
-        raise failure
-    if gone:
-        raise gone[0]
-    return module, text, tensors
 
 
 class _Pickler(pickle.Pickler):
@@ -197,7 +174,7 @@ def _packed(module: Any, what: str) -> tuple[bytes, list[Tensor]]:
     return pickle.dumps((kinds, torch.get_rng_state(), body.getvalue())), sent
 
 
-def _unpacked(text: bytes, alike: bool) -> tuple[Any, list[Tensor]]:
+def _unpacked(text: bytes | bytearray, alike: bool) -> tuple[Any, list[Tensor]]:
     kinds, random_state, body = pickle.loads(text)
     tensors: list[Tensor] = []
     for shape, dtype, device, is_parameter, requires_grad in kinds:

@@ -189,7 +189,7 @@ def plan(
         world_size: number of ranks.
         checkpointing: recompute each block in backward; None: as the model is set.
         format: plan for these packed weights, or "dense"; None: as the model is.
-        lora_rank: wrap with PEFT's LoRA of this rank on all linear layers.
+        lora_rank: wrap with PEFT's LoRA of this rank on all linear layers (a mixture's fused experts are none).
         dtype: of a folder's dense weights; None: what its config says.
         device: "cpu" or "cuda"; None: the model's, else CUDA if there is one.
         batch: makes a batch of (batch_size, seq_len); None: {"input_ids", "labels"}.
@@ -204,9 +204,14 @@ def plan(
         FileNotFoundError: the folder has no config.json.
         ImportError: transformers or peft is needed and missing.
         RuntimeError: a plan for CUDA from a torch that is built without it.
-        NotImplementedError: what the step does depends on its data, as in a mixture of experts.
+        NotImplementedError: what the step does depends on its data in another way than by the routing of fused experts, or
+            the strategy can't shard the model, as FSDP1 packed experts.
 
     Note:
+        How a mixture routes its tokens is unknown, so the worst is planned for: all tokens choose the same experts. Any
+        other routing takes at most as much, an even one only a little less, since all pairs of token and expert are kept
+        for backward in any case.
+
         Left out: the process itself (Python, libraries, the CUDA context: often 0.3 to 0.8 GB), loading the checkpoint,
         data loading, fragmentation of an allocator, and what BLAS libraries take inside of a call.
 

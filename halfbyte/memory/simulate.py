@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from halfbyte.distributed.fsdp2 import _checkpoint_blocks
 from halfbyte.distributed.grouping import blocks
+from halfbyte.memory.answers import Answers
 from halfbyte.memory.fold import NotFoldableError
 from halfbyte.memory.sharded import Sharding
 from halfbyte.memory.subject import Subject, like_transformers, packed_parameters
@@ -55,14 +56,14 @@ def simulate(
         ValueError: unknown optimizer, or nothing is trainable.
         NotFoldableError: the subject is folded, and its middle blocks did not run as one block after the other.
     """
-    model, tracker = subject.model, StorageTracker()
+    model, tracker, answers = subject.model, StorageTracker(), Answers()
     for fold in subject.folds:
         for module in fold.middle:
             tracker.owners.update((id(tensor), fold) for tensor in [*module.parameters(), *module.buffers()])
     _set_checkpointing(model, checkpointing)
     for parameter in model.parameters():
         parameter.grad = None
-    with subject.mode, warnings.catch_warnings(), _device_context(subject.device), like_transformers(), tracker:
+    with subject.mode, warnings.catch_warnings(), _device_context(subject.device), like_transformers(), answers, tracker:
         warnings.simplefilter("ignore")  # of hosts, about a run that does not happen
         sharding = Sharding(model, tracker, strategy, world_size)
         for tensor, kind in _resident(model):
@@ -74,6 +75,7 @@ def simulate(
         hooks = [p.register_post_accumulate_grad_hook(partial(_name_gradient, tracker))
                  for p in model.parameters() if p.requires_grad]
         hooks += [hook for fold in subject.folds for hook in fold.watch(tracker)]
+        hooks += answers.watch(model)
         try:
             tracker.kind = "optimizer state"
             for each in optimizers:  # a step on gradients alone makes the state that later steps meet

@@ -77,8 +77,8 @@ class Sizes:
                 tracker = simulate(self.subject, batch_size=batch_size, seq_len=seq_len, **self.arguments)
             except (DataDependentOutputException, DynamicOutputShapeException) as error:
                 raise NotImplementedError(
-                    f"plan: a step of {self.subject.name} depends on its data ({error.func}), as the routing of a mixture "
-                    "of experts does, and there is none; supported are models whose shapes depend on the sizes of the batch"
+                    f"plan: a step of {self.subject.name} depends on its data ({error.func}), and there is none; supported "
+                    "are models whose shapes depend on the sizes of the batch, and mixtures with transformers' fused experts"
                 ) from error
             except Exception:
                 if not self.subject.folds:

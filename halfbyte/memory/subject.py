@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte.formats import Format
 from halfbyte.memory.fold import Fold, fold_
-from halfbyte.nn.experts import QuantExperts
+from halfbyte.nn.experts import QuantExperts, dequantize_experts_
 from halfbyte.nn.init import entered
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
 from halfbyte.nn.packed import Packed, PackedRows
@@ -245,9 +246,12 @@ def _reading_configs_only() -> Iterator[None]:
 def _with_lora(model: nn.Module, rank: int) -> nn.Module:
     try:
         from peft import LoraConfig, get_peft_model
+        from peft.tuners.tuners_utils import _maybe_include_all_linear_layers
     except ImportError as error:
         raise ImportError("plan: lora_rank needs peft; pip install peft") from error
-    return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
+    config: Any = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear")
+    # Names instead: to "all-linear" PEFT adds the fused weights of experts, which are trained around if they are packed.
+    return get_peft_model(model, _maybe_include_all_linear_layers(config, model))
 
 
 # ---- empty copies ---------------------------------------------------------------------------------------------------
@@ -270,12 +274,15 @@ def _set_format(model: nn.Module, format: Format | None, dense: bool) -> None:
     """Makes every linear layer that can be packed `format`; "dense" turns packed ones back, trainable unless adapted."""
     named = [(name, m) for name, m in model.named_modules() if isinstance(m, Packed)]
     if dense:
-        for name, module in named:
-            if not isinstance(module, QuantLinear):
+        adapted = any(name.endswith("base_layer") for name, _ in model.named_modules())  # PEFT freezes all the rest
+        for _, module in named:
+            if isinstance(module, QuantExperts):
+                dequantize_experts_(module, module.dense_dtype).requires_grad_(not adapted)
+            elif isinstance(module, QuantLinear):
+                values = torch.empty(module.weight_shape, dtype=module.dense_dtype, device=module.weight.device)
+                dequantize_linear_(module, nn.Parameter(values, requires_grad=not adapted))
+            else:
                 raise NotImplementedError(f"plan: format 'dense' can't replace a {type(module).__name__}")
-            values = torch.empty(module.weight_shape, dtype=module.dense_dtype, device=module.weight.device)
-            adapted = name.endswith("base_layer")  # PEFT freezes what it adapts
-            dequantize_linear_(module, nn.Parameter(values, requires_grad=not adapted))
     elif format is not None and named:
         for _, module in named:
             module.format = format
@@ -321,17 +328,20 @@ def like_transformers() -> Iterator[None]:
     """Inside, transformers treats fake tensors as real ones.
 
     It builds explicit attention masks and repeats keys for what it takes to be a tracer's tensor: memory that a real step
-    does not take.
+    does not take. And torch has a fake of the grouped product of experts for bfloat16 only; for other dtypes transformers'
+    own stands in, which takes the same.
     """
-    import sys
-
-    module: Any = sys.modules.get("transformers.utils.import_utils")
-    original = getattr(module, "is_fake_tensor", None)
-    if original is None:
-        yield
-        return
-    module.is_fake_tensor = lambda _: False
+    changed: list[tuple[Any, str, Any]] = []
+    for module, name, stand_in in (
+        ("transformers.utils.import_utils", "is_fake_tensor", lambda _: False),
+        ("transformers.integrations.moe", "_can_use_grouped_mm", lambda _, weight, __: weight.dtype == torch.bfloat16),
+    ):
+        owner = sys.modules.get(module)
+        if hasattr(owner, name):
+            changed.append((owner, name, getattr(owner, name)))
+            setattr(owner, name, stand_in)
     try:
         yield
     finally:
-        module.is_fake_tensor = original
+        for owner, name, original in changed:
+            setattr(owner, name, original)

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 __all__ = ["StorageTracker", "in_backward"]
 
-_READ = torch.ops.aten._local_scalar_dense.default
 _LINEAR_TOKENS = 512  # kLinearTokens of csrc/cpu: rows of activations that the tiled product converts at a time
 
 _SMALL_TOKENS = 16  # kSmallM of csrc/cuda/linear_route.h: so few read the packed rows directly
@@ -39,8 +38,7 @@ class StorageTracker(TorchDispatchMode):
     """Counts the bytes of live storages by kind, and keeps the moment at which they were most.
 
     Enter it inside a `FakeTensorMode`: ops then make no data, but their results are storages with a size and a lifetime,
-    which is all that is needed. Numbers that the step reads back (`.item()`, as torch's own optimizers do with the step
-    count) are taken as 1, since no data exists.
+    which is all that is needed. What the step asks of values is answered by `Answers`.
 
     Storages may belong to a `Fold`: between the runs of its middle block they count as often as the whole model has such
     blocks. While it runs they count once, and the other blocks as what they hold then: in forward and in backward, that is
@@ -86,8 +84,6 @@ class StorageTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Called by torch for every op."""
-        if func is _READ and isinstance(args[0], torch._subclasses.FakeTensor):
-            return _one(args[0].dtype)
         out = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and func.__name__.startswith("_foreach") and isinstance(out, (list, tuple)):
             for made, given in zip(out, args[0], strict=False):  # a temporary per parameter
@@ -234,10 +230,6 @@ class StorageTracker(TorchDispatchMode):
 def in_backward() -> bool:
     """Whether autograd runs: a module's forward is a recomputation then."""
     return torch._C._current_graph_task_id() != -1
-
-
-def _one(dtype: torch.dtype) -> float | bool:
-    return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
 
 
 def _linear(args: tuple[Any, ...]) -> int:

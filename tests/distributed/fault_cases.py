@@ -22,23 +22,23 @@ from checkpoints import check, on_meta
 
 import halfbyte
 from halfbyte.checkpoint import cache as cache_module
-from halfbyte.checkpoint import files, layout, sources
-from halfbyte.distributed import loading
+from halfbyte.checkpoint import files, layout, load, sources
+from halfbyte.distributed import connections
 
 
 class Moment:
     """When it happened; on one rank."""
 
-    def __init__(self, killed: bool) -> None:
+    def __init__(self, ends: signal.Signals | None) -> None:
         self.at: float | None = None
-        self.killed = killed
+        self.ends = ends
 
     def __call__(self) -> None:
         """Fails, in the way that the case says."""
         self.at = time.time()
-        if self.killed:
+        if self.ends is not None:
             print("RECORD " + json.dumps({"at": self.at}), flush=True)
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), self.ends)
         raise OSError("disk read error (injected)")
 
 
@@ -78,26 +78,33 @@ class Fault:
         inject: on rank `rank`, before the load.
         text: pattern of what every survivor's error says; None: all ranks recover.
         rank: on which it happens.
-        killed: that rank is killed instead of raising.
+        ends: the signal that ends that rank; None: it raises.
         checkpoint: folder that is loaded.
         cached: load with cache_dir.
         prepare: on rank 0 before each load.
         arguments: of the load on a rank.
         build: the model on a rank.
         warning: pattern of what the source warns of.
+        silence: seconds that a rank may say nothing while it works by itself; None: the usual.
     """
 
     title: str
     inject: Inject = nothing
     text: str | None = r"rank 0 \(the source\) failed: OSError: disk read error \(injected\)|^disk read error \(injected\)"
     rank: int = 0
-    killed: bool = False
+    ends: signal.Signals | None = None
     checkpoint: str = "dense"
     cached: bool = False
     prepare: Callable[[Path], None] = lambda folder: None
     arguments: Callable[[int], dict[str, Any]] = lambda rank: {}
     build: Callable[[int], Any] = lambda rank: on_meta("nf4")
     warning: str | None = None
+    silence: float | None = None
+
+    @property
+    def killed(self) -> bool:
+        """Whether that rank does not survive."""
+        return self.ends is not None
 
 
 def shard(folder: Path, format: str = "nf4") -> Path:
@@ -195,6 +202,7 @@ def waits(flag: Path) -> None:
 
 
 FILL = (sources.CheckpointSource, "fill")
+KILLED, STOPPED = signal.SIGKILL, signal.SIGSTOP
 GONE = r"a rank ended or stopped answering while loading from rank 0 \(the source\)"
 FAULTS = {
     "source raises before": Fault("the source's disk fails before the first bucket", on_call(files.Checkpoint, "__init__")),
@@ -203,17 +211,17 @@ FAULTS = {
         "the source's disk fails after the last bucket", on_call(files.Checkpoint, "check_unchanged")
     ),
     "source dies before": Fault(
-        "the source is killed before the first bucket", on_call(files.Checkpoint, "__init__"), GONE, killed=True
+        "the source is killed before the first bucket", on_call(files.Checkpoint, "__init__"), GONE, ends=KILLED
     ),
-    "source dies during": Fault("the source is killed inside a bucket", on_call(*FILL, 9), GONE, killed=True),
+    "source dies during": Fault("the source is killed inside a bucket", on_call(*FILL, 9), GONE, ends=KILLED),
     "source dies after": Fault(
-        "the source is killed after the last bucket", on_call(loading.LoaderGroup, "finish"), GONE, killed=True
+        "the source is killed after the last bucket", on_call(connections.LoaderGroup, "finish"), GONE, ends=KILLED
     ),
     "source dies in the cache": Fault(
         "the source is killed while it writes the cache",
         on_call(*FILL, 9),
         GONE,
-        killed=True,
+        ends=KILLED,
         cached=True,
         prepare=without_entry,
     ),
@@ -223,7 +231,22 @@ FAULTS = {
         r"rank 1 failed: OSError: disk read error \(injected\)|^disk read error \(injected\)",
         rank=1,
     ),
-    "receiver dies": Fault("a receiver is killed", on_call(layout.Slot, "write", 5), GONE, rank=1, killed=True),
+    "receiver dies": Fault("a receiver is killed", on_call(layout.Slot, "write", 5), GONE, rank=1, ends=KILLED),
+    "receiver hangs": Fault(
+        "a receiver is stopped before it has planned",
+        on_call(load._Request, "settings"),
+        GONE,
+        rank=1,
+        ends=STOPPED,
+        silence=2.5,
+    ),
+    "receiver is slow": Fault(
+        "a receiver plans for longer than it may be silent",
+        on_call(load._Request, "settings", act=lambda folder: time.sleep(5.0)),
+        text=None,
+        rank=1,
+        silence=4.5,
+    ),
     "format differs": Fault(
         "ranks ask for different formats",
         text=r"ranks differ in format: rank 0 \(the source\) has fp4, rank 1 has nf4",

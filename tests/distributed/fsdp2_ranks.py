@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import gloo_group
 from sharded_models import Model, packed_layers, train
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -181,17 +182,15 @@ def mixed() -> nn.Module:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    if dist.get_world_size() == 4:
-        hybrid()
-    else:
-        count_collectives()
-        bytes_moved()
-        worst = 0.0
-        for case in ((False, True, False, True), (True, False, False, False), (True, True, True, True)):
-            worst = max(worst, same_as_one_process(*case))
-        bf16_mixed_precision()
-        refusals()
-        print(f"WORST {worst:.1e}")
-    dist.destroy_process_group()
+    with gloo_group():
+        if dist.get_world_size() == 4:
+            hybrid()
+        else:
+            count_collectives()
+            bytes_moved()
+            worst = 0.0
+            for case in ((False, True, False, True), (True, False, False, False), (True, True, True, True)):
+                worst = max(worst, same_as_one_process(*case))
+            bf16_mixed_precision()
+            refusals()
+            print(f"WORST {worst:.1e}")

@@ -13,11 +13,12 @@ import torch
 import torch.distributed as dist
 from checkpoints import Net, check, on_meta, values, write_dense
 from fault_cases import flip
+from ranks import gloo_group
 
 import halfbyte
 from halfbyte import reference
 from halfbyte.checkpoint import files, sources
-from halfbyte.distributed import fully_shard, loading, quantize_broadcast, quantize_scatter
+from halfbyte.distributed import connections, fully_shard, loading, quantize_broadcast, quantize_scatter
 from halfbyte.nn import QuantLinear
 
 
@@ -87,7 +88,7 @@ def a_slow_source_is_not_a_dead_one(folder: Path) -> None:
     with (
         patch.object(sources.CheckpointSource, "fill", slow),
         patch.object(loading, "ALIVE_S", 0.2),
-        patch.object(loading, "TIMEOUT_S", 1.0),
+        patch.object(connections, "TIMEOUT_S", 1.0),
     ):
         model = on_meta("nf4")
         halfbyte.load_quantized(model, folder / "dense", progress=False)
@@ -96,7 +97,7 @@ def a_slow_source_is_not_a_dead_one(folder: Path) -> None:
 
 def filling_and_sending_overlap(folder: Path) -> None:
     """Both made slow: while one bucket is sent, the next is filled. A bar counts the bytes, on the source alone."""
-    fill, scatter = sources.CheckpointSource.fill, loading.LoaderGroup.scatter
+    fill, scatter = sources.CheckpointSource.fill, connections.LoaderGroup.scatter
     spans: dict[str, list[tuple[float, float]]] = {"filled": [], "sent": []}
     bars: list[Any] = []
 
@@ -122,7 +123,7 @@ def filling_and_sending_overlap(folder: Path) -> None:
 
     with (
         patch.object(sources.CheckpointSource, "fill", slowly(fill, "filled")),
-        patch.object(loading.LoaderGroup, "scatter", slowly(scatter, "sent")),
+        patch.object(connections.LoaderGroup, "scatter", slowly(scatter, "sent")),
         patch("tqdm.auto.tqdm", Bar),
     ):
         model = fully_shard(on_meta("nf4"), checkpointing=False)
@@ -148,22 +149,20 @@ def a_damaged_cache_under_fsdp2(folder: Path) -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     mode, folder = sys.argv[1], Path(sys.argv[2])
-    dist.init_process_group("gloo")
-    if dist.get_rank() == 0:
-        write_dense(folder / "dense")
-    dist.barrier()
-    if mode == "hybrid":
-        mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
-        sharded = fully_shard(on_meta("nf4"), mesh=mesh, checkpointing=False)
-        halfbyte.load_quantized(sharded, folder / "dense", progress=False)
-        check(sharded)
-        assert sharded.layers[0].up.weight.to_local().shape[0] == (17, 16)[dist.get_rank() % 2]
-    else:
-        successes(folder)
-        a_slow_source_is_not_a_dead_one(folder)
-        filling_and_sending_overlap(folder)
-        a_damaged_cache_under_fsdp2(folder)
-    print("DONE", flush=True)
-    dist.destroy_process_group()
+    with gloo_group() as rank:
+        if rank == 0:
+            write_dense(folder / "dense")
+        dist.barrier()
+        if mode == "hybrid":
+            mesh = dist.device_mesh.init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+            sharded = fully_shard(on_meta("nf4"), mesh=mesh, checkpointing=False)
+            halfbyte.load_quantized(sharded, folder / "dense", progress=False)
+            check(sharded)
+            assert sharded.layers[0].up.weight.to_local().shape[0] == (17, 16)[rank % 2]
+        else:
+            successes(folder)
+            a_slow_source_is_not_a_dead_one(folder)
+            filling_and_sending_overlap(folder)
+            a_damaged_cache_under_fsdp2(folder)
+        print("DONE", flush=True)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hub_models import CONFIGS
 from peft import LoraConfig, get_peft_model
+from ranks import gloo_group
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
@@ -101,7 +102,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main()
-    dist.destroy_process_group()
+    with gloo_group():
+        main()

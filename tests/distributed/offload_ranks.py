@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import gloo_group
 from sharded_models import Model, packed_layers, train
 from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffload, CPUOffloadPolicy, FullStateDictConfig, StateDictType
@@ -98,7 +99,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    main()
-    dist.destroy_process_group()
+    with gloo_group():
+        main()

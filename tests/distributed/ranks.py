@@ -1,4 +1,4 @@
-"""Starts the processes of a distributed test."""
+"""Starts the processes of a distributed test, and what their scripts share."""
 
 from __future__ import annotations
 
@@ -7,7 +7,12 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+import torch
+import torch.distributed as dist
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 300  # a machine that many share is several times slower
@@ -18,7 +23,7 @@ def run_ranks(
 ) -> list[str]:
     """Runs `script` once per rank and returns what each printed. No process outlives the timeout.
 
-    `killed` is the rank that is expected to kill itself. The scripts can import what is in this folder and in
+    `killed` is the rank that is expected to kill or stop itself. The scripts can import what is in this folder and in
     tests/checkpoint.
     """
     with socket.socket() as probe:
@@ -47,7 +52,11 @@ def run_ranks(
     ]
     deadline = time.monotonic() + timeout
     try:
-        outputs = [process.communicate(timeout=max(1.0, deadline - time.monotonic()))[0] for process in processes]
+        outputs = [""] * world
+        for rank in sorted(range(world), key=lambda rank: rank == killed):
+            if rank == killed:
+                processes[rank].kill()
+            outputs[rank] = processes[rank].communicate(timeout=max(1.0, deadline - time.monotonic()))[0]
     finally:
         for process in processes:
             process.kill()
@@ -55,3 +64,13 @@ def run_ranks(
     expected = [-9 if rank == killed else 0 for rank in range(world)]
     assert codes == expected, "\n".join(f"rank {rank}:\n{text[-3000:]}" for rank, text in enumerate(outputs))
     return outputs
+
+
+@contextmanager
+def gloo_group() -> Iterator[int]:
+    """In a script: the process group of all ranks, which ends with them; gives this one's number."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    yield dist.get_rank()
+    dist.barrier()
+    dist.destroy_process_group()  # or torch may abort the interpreter on its way out (pytorch#190489)

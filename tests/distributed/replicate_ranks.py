@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from hub_models import CONFIGS, saved
 from peft import LoraConfig
+from ranks import gloo_group
 from transformers import AutoModelForCausalLM
 
 import halfbyte
@@ -44,9 +45,7 @@ def same(model: Any) -> None:
     assert not any(p.is_meta for p in model.parameters())
 
 
-def main(folder: Path) -> None:
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def main(rank: int, folder: Path) -> None:
     for name in CONFIGS:
         path = folder / name
         if rank == 0:
@@ -98,10 +97,9 @@ def main(folder: Path) -> None:
 
     with pytest.raises(NotImplementedError if rank == 0 else RuntimeError, match="can't be handed to the other ranks"):
         replicate(hooked)
-    dist.barrier()
     print("DONE")
-    dist.destroy_process_group()  # or torch may abort the interpreter on its way out (pytorch#190489)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    with gloo_group() as rank:
+        main(rank, Path(sys.argv[1]))

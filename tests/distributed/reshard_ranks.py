@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import gloo_group
 from sharded_models import Model, packed_layers
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -165,12 +166,10 @@ def within_a_code(found: tuple[dict[str, Any], dict[str, Any]], saved: tuple[dic
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     kind, stage, folder = sys.argv[1], STAGES[sys.argv[2]], Path(sys.argv[3])
-    dist.init_process_group("gloo")
-    if kind == "fsdp2":
-        fsdp2(stage, folder)
-    else:
-        for form in ("full", "sharded"):
-            fsdp1(stage, folder, form)
-    dist.destroy_process_group()
+    with gloo_group():
+        if kind == "fsdp2":
+            fsdp2(stage, folder)
+        else:
+            for form in ("full", "sharded"):
+                fsdp1(stage, folder, form)

@@ -7,6 +7,7 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from ranks import gloo_group
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -115,14 +116,12 @@ def refusals() -> None:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    if dist.get_world_size() == 4:
-        with_fsdp2()
-    else:
-        compare("nf4", autocast=False)
-        compare("int8", autocast=False)
-        compare("nf4-dq", autocast=True)
-        outputs_may_stay_sharded()
-        refusals()
-    dist.destroy_process_group()
+    with gloo_group():
+        if dist.get_world_size() == 4:
+            with_fsdp2()
+        else:
+            compare("nf4", autocast=False)
+            compare("int8", autocast=False)
+            compare("nf4-dq", autocast=True)
+            outputs_may_stay_sharded()
+            refusals()

@@ -33,7 +33,7 @@ def test_every_fault_that_all_ranks_survive(tmp_path: Path) -> None:
     cases = {**faults.FAULTS, **faults.ARGUMENTS}
     names = [name for name, fault in cases.items() if not fault.killed and name not in faults.CHANGING]
     outcomes = faults.run(names, tmp_path)
-    assert len(outcomes) == 13 and all(outcome.usable and outcome.unharmed for outcome in outcomes.values())
+    assert len(outcomes) == 14 and all(outcome.usable and outcome.unharmed for outcome in outcomes.values())
 
 
 @pytest.mark.slow
@@ -50,6 +50,7 @@ def test_a_source_that_changes_while_it_is_read(tmp_path: Path, name: str) -> No
         pytest.param("source dies after", marks=pytest.mark.slow),
         pytest.param("source dies in the cache", marks=pytest.mark.slow),
         "receiver dies",
+        "receiver hangs",
     ],
 )
 def test_the_survivors_of_a_death_raise_within_ten_seconds(tmp_path: Path, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,8 @@ from halfbyte.optim import AdamW8bit
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
-HEADINGS = re.findall(r"^### `(.+)`$", (DOCS / "troubleshooting.md").read_text(), re.MULTILINE)
+OURS = (DOCS / "troubleshooting.md").read_text().partition("## Messages of torch")[0]
+HEADINGS = re.findall(r"^### `(.+)`$", OURS, re.MULTILINE)
 GAP = "\0"
 
 
@@ -47,11 +49,34 @@ def test_the_message_occurs_in_the_source(heading: str, messages: list[str]) -> 
     assert any(pattern.search(message) for message in messages), heading
 
 
-def test_the_message_of_torch_is_what_a_user_sees() -> None:
-    quoted = "only Tensors of floating point dtype can require gradients"
-    assert quoted in (DOCS / "troubleshooting.md").read_text()
-    with pytest.raises(RuntimeError, match=quoted):
-        QuantLinear(64, 64).weight.requires_grad_(True)
+def model_of_one_packed_layer() -> torch.nn.Module:
+    return torch.nn.Sequential(QuantLinear(64, 64), torch.nn.LayerNorm(64))
+
+
+@pytest.mark.parametrize(
+    "attempt",
+    [
+        lambda model: model.requires_grad_(True),
+        lambda model: model[0].weight.requires_grad_(True),
+        lambda model: setattr(model[0].weight, "requires_grad", True),
+        lambda model: torch.nn.Parameter(model[0].weight),
+    ],
+    ids=["whole model", "tensor", "attribute", "parameter"],
+)
+def test_messages_of_torch_are_what_a_user_sees(attempt: Any) -> None:
+    with pytest.raises(RuntimeError) as raised:
+        attempt(model_of_one_packed_layer())
+    messages = (DOCS / "troubleshooting.md").read_text().partition("## Messages of torch")[2]
+    headings = re.findall(r"^### `(.+)`$", messages, re.MULTILINE)
+    assert any(heading.lower() in str(raised.value).lower() for heading in headings), raised.value
+
+
+def test_the_way_out_of_them_works() -> None:
+    model = model_of_one_packed_layer()
+    for p in model.parameters():
+        p.requires_grad_(p.is_floating_point())
+    model(torch.ones(1, 64)).sum().backward()
+    assert [p.grad is not None for p in model.parameters()] == [False, True, True, True]
 
 
 def test_a_packed_layer_says_what_to_do_instead() -> None:

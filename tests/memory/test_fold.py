@@ -75,6 +75,23 @@ def test_fsdp1_and_a_trainable_bias_beside_packed_rows(tmp_path: Path) -> None:
     assert rows["gradients"] - frozen["gradients"] >= packed // 2
 
 
+@pytest.mark.parametrize(
+    ("kind", "format", "strategy", "extra"),
+    [
+        ("Mixtral", "nf4", "single", 5),
+        ("Qwen3Moe", "dense", "fsdp2", 5),
+        ("GptOss", "nf4", "fsdp2", 1),  # experts are stored transposed and have biases, two kinds of attention alternate
+        ("GptOss", "dense", "single", 1),
+    ],
+)
+def test_mixtures_of_experts_fold_too(tmp_path: Path, kind: str, format: str, strategy: str, extra: int) -> None:
+    source = folder(tmp_path, kind, num_hidden_layers=8, head_dim=16, pad_token_id=0, **SIZES)
+    world_size = 1 if strategy == "single" else 2
+    folded, rows, whole = both(source, format=format, lora_rank=4, strategy=strategy, world_size=world_size)
+    assert [fold.extra for fold in folded.folds] == [extra]
+    assert rows == whole
+
+
 def test_a_pattern_of_blocks_is_folded_as_a_pattern(tmp_path: Path) -> None:
     source = folder(tmp_path, "Gemma3", num_hidden_layers=26, head_dim=16, **SIZES)  # 5 local layers, 1 global, and 2
     folded, rows, whole = both(source, batch_size=1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import subprocess
 import sys
@@ -38,10 +39,16 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("index", [1, 5, 12])
+@pytest.mark.parametrize("index", [1, 5, 12, *range(23, 27), 28, 30])
 def test_prediction_is_within_ten_percent_of_the_allocator(bench: Any, index: int) -> None:
     case = bench.CASES[index]
     assert abs(bench.planned(case).peak_bytes / bench.measured(case) - 1) < bench.LIMIT
+
+
+def test_mixtures_among_them_are_with_and_without_checkpointing_and_with_tokens_that_differ(bench: Any) -> None:
+    mixtures = [bench.CASES[index] for index in (*range(23, 27), 28, 30)]
+    assert {case.model for case in mixtures} == {"mixtral", "qwen3_moe"}
+    assert {(case.checkpointing, case.spread) for case in mixtures} == set(itertools.product((True, False), repeat=2))
 
 
 @pytest.mark.slow
@@ -203,6 +210,73 @@ class Routed(Blocks):
 def test_a_step_that_depends_on_data_is_refused() -> None:
     with pytest.raises(NotImplementedError, match=r"plan: a step of Routed depends on its data \(aten.nonzero"):
         planned(Routed())
+
+
+def mixture(**sizes: Any) -> Any:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    common = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    common |= {"vocab_size": 128, "pad_token_id": 0, "intermediate_size": 128, "num_local_experts": 4}
+    return MixtralForCausalLM(MixtralConfig(**{**common, **sizes}))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize(("format", "implementation"), [("dense", "eager"), ("dense", "grouped_mm"), ("nf4", "eager")])
+def test_no_routing_takes_more_than_a_plan_says(format: str, checkpointing: bool, implementation: str) -> None:
+    """Steps of real tensors, counted as a plan counts: with routings from all tokens on two experts to an even spread."""
+    from halfbyte.memory.tracker import StorageTracker
+
+    routings = {
+        "one pair": torch.tensor([[0, 1]]).repeat(64, 1),
+        "another": torch.tensor([[2, 3]]).repeat(64, 1),
+        "one for all": torch.stack((torch.zeros(64, dtype=torch.long), 1 + torch.arange(64) % 3), 1),
+        "even": torch.stack((torch.arange(64) % 4, (torch.arange(64) + 1) % 4), 1),
+        "nearly one pair": torch.tensor([[0, 1]] * 62 + [[0, 2], [0, 3]]),
+    }
+    model = mixture()
+    model.set_experts_implementation(implementation)
+    if format != "dense":
+        halfbyte.quantize_model(model, format)
+    ids = torch.zeros(2, 32, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids}
+    arguments = {"optimizer": None, "checkpointing": checkpointing, "batch": None}
+    plan = planned(model, **arguments)
+    if checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.train()
+    taken = {}
+    for name, routing in routings.items():
+        gates = [module for module in model.modules() if type(module).__name__ == "MixtralTopKRouter"]
+        hooks = [gate.register_forward_hook(lambda _m, _a, out, to=routing: (*out[:2], to)) for gate in gates]
+        tracker = StorageTracker()
+        tracker.ignore([routing])  # it stands beside the router's own choice
+        with tracker:
+            for tensor in (*model.parameters(), *model.buffers(), *batch.values()):
+                tracker.track(tensor)
+            model(**batch).loss.backward()
+        for hook in hooks:
+            hook.remove()
+        model.zero_grad()
+        taken[name] = tracker.peak
+    predicted = plan.peak_bytes - kinds(plan).get("kernel workspace", 0)
+    assert max(taken.values()) <= predicted <= 1.02 * max(taken.values()), (predicted, taken)
+
+
+def test_packed_experts_are_refused_under_fsdp1_as_the_strategy_does() -> None:
+    with pytest.raises(NotImplementedError, match=r"mlp\.experts are packed experts, which FSDP1 can't shard; use FSDP2"):
+        planned(mixture(), format="nf4", strategy="fsdp1", world_size=2, batch=None)
+    assert planned(mixture(), strategy="fsdp1", world_size=2, batch=None).peak_bytes > 0
+
+
+def test_packed_experts_can_be_planned_dense_and_lora_leaves_them_frozen() -> None:
+    model = mixture()
+    dense = kinds(planned(model, batch=None))
+    adapted = kinds(planned(model, batch=None, lora_rank=2))
+    halfbyte.quantize_model(model, "nf4")
+    assert kinds(planned(model, batch=None, format="dense")) == dense
+    assert kinds(planned(model, batch=None, format="dense", lora_rank=2)) == adapted
+    pairs = [(64, 64), (64, 32), (64, 32), (64, 64)]  # q, k, v, o
+    assert adapted["weights, float32, trainable"] == 2 * 2 * 4 * sum(inputs + outputs for inputs, outputs in pairs)
 
 
 def test_a_config_folder_with_lora_equals_the_model_it_describes(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
+from ranks import gloo_group
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -28,9 +29,7 @@ def build():
     return model.train()
 
 
-def main():
-    dist.init_process_group("gloo")
-    rank = dist.get_rank()
+def main(rank):
     batches = torch.randint(0, 128, (2, 2, 9), generator=torch.Generator().manual_seed(1))
     single = build()
     loss = sum(single(input_ids=batch, labels=batch).loss for batch in batches) / 2
@@ -55,8 +54,8 @@ def main():
     for name, gradient in gradients.items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-7, msg=name)
     print("SAME")
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main()
+    with gloo_group() as rank:
+        main(rank)

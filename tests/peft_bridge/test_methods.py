@@ -135,6 +135,8 @@ def test_methods_with_a_backend_equal_themselves_on_the_dequantized_model(checkp
 def test_packed_modules_can_be_neither_copied_nor_trained(checkpoint):
     with pytest.raises(NotImplementedError, match="modules_to_save='up_proj': model.layers.0.mlp.up_proj is packed .nf4."):
         get_peft_model(load(checkpoint()), LoraConfig(target_modules=["q_proj"], modules_to_save=["up_proj"]))
+    with pytest.raises(NotImplementedError, match="modules_to_save='mlp': model.layers.0.mlp.gate_proj is packed"):
+        get_peft_model(load(checkpoint()), LoraConfig(target_modules=["q_proj"], modules_to_save=["mlp"]))
     with pytest.raises(NotImplementedError, match="target_parameters='q_proj.weight': .* is packed"):
         get_peft_model(load(checkpoint()), LoraConfig(target_modules=["v_proj"], target_parameters=["q_proj.weight"]))
     table = load(checkpoint(tie_word_embeddings=False), embedding_format="int8")
