@@ -306,13 +306,15 @@ def _quantize(args: argparse.Namespace) -> tuple[Any, str]:
     return data, f"{done}\n{args.out}"
 
 
-def _say_disk_use(out: Path, found: Report, left_out: Sequence[str]) -> None:
-    """To stderr: what the weights will take, what is free, and which tensors the model has no place for."""
+def _say_disk_use(out: Path, found: Report, left_out: Sequence[str], missing: Sequence[str]) -> None:
+    """To stderr: what the weights will take, what is free, and where model and checkpoint differ."""
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
     print(f"{out}: {found.bytes / 1e6:.1f} MB will be written, {free / 1e6:.1f} MB are free", file=sys.stderr)
     if left_out:
         print(f"{len(left_out)} tensors are no part of the model: {', '.join(left_out[:5])}", file=sys.stderr)
+    if missing:
+        print(f"{len(missing)} tensors of the model are not in SRC: {', '.join(missing[:5])}", file=sys.stderr)
 
 
 def _calibrate(args: argparse.Namespace) -> tuple[Any, str]:

@@ -39,7 +39,7 @@ def quantize_folder(
     format: str,
     *,
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    announce: Callable[[Report, list[str]], None] = lambda found, left_out: None,
+    announce: Callable[[Report, list[str], list[str]], None] = lambda found, left_out, missing: None,
     progress: bool = False,
 ) -> Report:
     """Packs a checkpoint into the folder that `from_pretrained(HalfbyteConfig(format))` and `save_pretrained` would make.
@@ -54,7 +54,8 @@ def quantize_folder(
         out: folder to make; one that holds another checkpoint is refused.
         format: for the linear layers and experts.
         max_shard_bytes: bytes of one output file.
-        announce: called with what will be written, and the source's tensors that the model has no place for, before it is.
+        announce: called before anything is written: with what will be, the source's tensors that the model has no place
+            for, and the model's that the source lacks (loading will initialize them).
         progress: show a progress bar in a terminal.
 
     Returns:
@@ -77,7 +78,7 @@ def quantize_folder(
             loads, left_out = load_steps(model, reader.shapes, conversions)
             used = [each for each in conversions if each.was_used()]
         plan = plan_layers(model, HalfbyteConfig(format))
-        saved, held_as = _what_is_saved(model, reader, loads, plan)
+        saved, held_as, missing = _what_is_saved(model, reader, loads, plan)
         tensors = _tensors(model, plan)
         saves = save_steps(model, {name: _as_saved(tensors[name]) for name in saved}, used)
         made_by = [transformers.__version__, str(torch.__version__), type(model).__name__]
@@ -85,7 +86,7 @@ def quantize_folder(
         entries, found = _entries(saves, tensors, plan)
         if not found.quantized:
             raise nothing_quantized(model, "quantize")
-        announce(found, left_out)
+        announce(found, left_out, missing)
         stream(source, entries, out, config=_config(model, plan, format), max_shard_bytes=max_shard_bytes, progress=progress)
         _copy_files(src, out, model)
     return found
@@ -106,10 +107,10 @@ def _model_of(folder: Path, reader: Reader) -> PreTrainedModel:
 
 def _what_is_saved(
     model: PreTrainedModel, reader: Reader, loads: list[Step], plan: Plan
-) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """(the model's tensors that a save holds, under which name each tied one was loaded).
+) -> tuple[dict[str, Tensor], dict[str, str], list[str]]:
+    """(the model's tensors that a save holds, under which name each tied one was loaded, what the checkpoint lacks).
 
-    What the checkpoint lacks is left out, here as there: loading initializes it.
+    What the checkpoint lacks is left out: loading initializes it.
 
     Raises:
         QuantizationError: a shape is not the model's, or some of a layer's experts are missing.
@@ -125,7 +126,7 @@ def _what_is_saved(
     for name in state:
         tied.setdefault(id(model.get_parameter_or_buffer(name)), []).append(name)
     saved = remove_tied_weights_from_state_dict(dict(state), model)
-    held_as = {}
+    held_as, absent = {}, []
     for names in tied.values():
         loaded = [name for name in names if name in by_name]
         for name in names:
@@ -134,6 +135,7 @@ def _what_is_saved(
                     held_as[name] = loaded[0]
                 else:
                     del saved[name]
+                    absent.append(name)
             elif name in by_name and name not in saved and not _equal(reader, by_name, names, name, saved):
                 saved[name] = state[name]  # the config ties what the checkpoint doesn't: transformers keeps both
     for name in (each for each in model._keys_to_ignore_on_save or () if each in saved):
@@ -148,7 +150,7 @@ def _what_is_saved(
     if wrong:
         listed = "; ".join(f"{name} {problem}" for name, problem in list(wrong.items())[:5])
         raise QuantizationError(f"quantize: config.json and the checkpoint don't fit: {listed}", wrong)
-    return saved, held_as
+    return saved, held_as, absent
 
 
 def _equal(reader: Reader, by_name: Mapping[str, Step], names: list[str], name: str, saved: Mapping[str, Tensor]) -> bool:

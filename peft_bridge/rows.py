@@ -65,7 +65,7 @@ class _Numbers:
     def __init__(self) -> None:
         self._origins: dict[tuple[str, str], _Origin] = {}
         self._in_order: list[_Origin] = []
-        self._starts = torch.empty(0, dtype=torch.int64)
+        self._starts = torch.full((1024,), torch.iinfo(torch.int64).max)  # of the origins, and room for more
         self._total = 0
 
     def stand_for(self, kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
@@ -78,8 +78,10 @@ class _Numbers:
         if origin is None:
             origin = _Origin(kind, name, self._total, torch.Size(dims).numel())
             self._origins[kind, name] = origin
+            if len(self._in_order) == len(self._starts):
+                self._starts = torch.cat([self._starts, torch.full_like(self._starts, torch.iinfo(torch.int64).max)])
+            self._starts[len(self._in_order)] = origin.start
             self._in_order.append(origin)
-            self._starts = torch.tensor([each.start for each in self._in_order])
             self._total += origin.count
         first, last = origin.start, origin.start + origin.count
         numbers = torch.arange(first * _WIDTH + 1, last * _WIDTH + 1).view(-1, _WIDTH)[:, :width]
@@ -213,8 +215,8 @@ class ConvertedSource:
             stand_ins = {name: self._numbers.stand_for(kind, name, shape) for name, shape in shapes.items()}
             try:
                 made = step.convert(stand_ins)
-            except (RuntimeError, ValueError, IndexError, KeyError, TypeError):
-                continue  # it needs the shape or the values along a row: as columns, or computed
+            except Exception:  # whatever it raises: it needs the length of a row, or the values in it
+                continue
             made = {name: self._as_rows(name, numbers) for name, numbers in made.items()}
             if all(self._numbers.rows(made[name], self._tensors[name].shape) is not None for name in step.made):
                 return made

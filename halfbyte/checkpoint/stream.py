@@ -180,7 +180,7 @@ def stream(
     """
     need, key = sum(entry.nbytes for entry in entries), _key(source, entries)
     _check_room(folder, key, need)
-    with progress_bar(need, progress) as tick:
+    with progress_bar(need, progress, "quantizing") as tick:
         write_folder(
             folder,
             entries,

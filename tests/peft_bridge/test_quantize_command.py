@@ -13,12 +13,22 @@ from safetensors.torch import load_file, save_file
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    CLIPVisionConfig,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GgufConfig,
     GPT2Config,
+    GPT2LMHeadModel,
     GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
     MixtralConfig,
+    MixtralForCausalLM,
     Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 import halfbyte
@@ -26,7 +36,7 @@ import halfbyte.checkpoint.folder as folder_module
 from halfbyte.cli import main
 from halfbyte.errors import QuantizationError
 from halfbyte.nn.packed import Packed
-from peft_bridge import HalfbyteConfig, load_model
+from peft_bridge import load_model
 from peft_bridge.folder import quantize_folder
 from peft_bridge.rows import ConvertedSource, _Numbers
 
@@ -35,18 +45,33 @@ import gguf_writer
 
 SIZES = {"num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 61, "hidden_size": 96, "intermediate_size": 72}
 KEYS = {"num_key_value_heads": 2, "head_dim": 16}
-CONFIGS = {
-    "llama": LlamaConfig(**SIZES, **KEYS, tie_word_embeddings=True),
-    "gpt2": GPT2Config(n_embd=96, n_layer=2, n_head=4, vocab_size=61, n_positions=32),
-    "mixtral": MixtralConfig(**SIZES, **KEYS, num_local_experts=3),
-    "qwen3_moe": Qwen3MoeConfig(**SIZES, **KEYS, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=40),
-    "gpt_oss": GptOssConfig(**SIZES, **KEYS, num_local_experts=3),  # experts that lie (E, K, N)
+DEEPSEEK = {"q_lora_rank": 32, "kv_lora_rank": 16, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16, "v_head_dim": 16}
+DEEPSEEK |= {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "moe_intermediate_size": 40}
+CLIP = CLIPVisionConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, image_size=16)
+MODELS = {
+    "llama": (LlamaForCausalLM, LlamaConfig(**SIZES, **KEYS, tie_word_embeddings=True)),
+    "gpt2": (GPT2LMHeadModel, GPT2Config(n_embd=96, n_layer=2, n_head=4, vocab_size=61, n_positions=32)),
+    "mixtral": (MixtralForCausalLM, MixtralConfig(**SIZES, **KEYS, num_local_experts=3)),
+    "qwen3_moe": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig(**SIZES, **KEYS, num_experts=3, num_experts_per_tok=2, moe_intermediate_size=40),
+    ),
+    "gpt_oss": (GptOssForCausalLM, GptOssConfig(**SIZES, **KEYS, num_local_experts=3)),  # experts that lie (E, K, N)
+    "deepseek_v3": (  # a bias that stays in float32, a dense layer before the experts
+        DeepseekV3ForCausalLM,
+        DeepseekV3Config(**SIZES, num_key_value_heads=4, first_k_dense_replace=1, **DEEPSEEK),
+    ),
+    "llava": (  # prefixes that come and go
+        LlavaForConditionalGeneration,
+        LlavaConfig(text_config=LlamaConfig(**SIZES, **KEYS).to_dict(), vision_config=CLIP.to_dict()),
+    ),
 }
 
 
-def dense_folder(path, kind, dtype=torch.bfloat16):
+def dense_folder(path, name, dtype=torch.bfloat16):
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(CONFIGS[kind]).to(dtype)
+    kind, config = MODELS[name]
+    model = kind(config).to(dtype)
     for parameter in model.parameters():
         if parameter.dim() == 1:
             parameter.data += 0.1 * torch.randn_like(parameter)
@@ -68,13 +93,13 @@ def assert_equal_folders(made, expected):
 
 
 def loaded_and_saved(dense, path, format="nf4"):
-    AutoModelForCausalLM.from_pretrained(dense, quantization_config=HalfbyteConfig(format)).save_pretrained(path)
+    load_model(dense, format).save_pretrained(path)
     return path
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_it_is_the_folder_of_a_load_and_a_save(tmp_path, capsys, kind):
-    dense = dense_folder(tmp_path / "in", kind)
+@pytest.mark.parametrize("name", MODELS)
+def test_it_is_the_folder_of_a_load_and_a_save(tmp_path, capsys, name):
+    dense = dense_folder(tmp_path / "in", name)
     (dense / "notes.txt").write_text("kept")
     out, expected = tmp_path / "out", loaded_and_saved(dense, tmp_path / "expected")
     assert main(["quantize", str(dense), str(out), "--json"]) == 0
@@ -84,7 +109,7 @@ def test_it_is_the_folder_of_a_load_and_a_save(tmp_path, capsys, kind):
     assert data["bytes"] == sum(value.nbytes for value in tensors_of(out).values())
     assert_equal_folders(out, expected)
     assert (out / "notes.txt").read_text() == "kept"
-    models = [load_model(out), AutoModelForCausalLM.from_pretrained(expected)]
+    models = [load_model(out), MODELS[name][0].from_pretrained(expected)]
     state = models[1].state_dict()
     assert models[0].state_dict().keys() == state.keys()
     assert all(torch.equal(value, state[name]) for name, value in models[0].state_dict().items())
@@ -112,6 +137,27 @@ def test_other_dtypes_pickles_and_what_the_model_has_no_place_for(tmp_path, caps
     assert "1 tensors are no part of the model: model.old" in capsys.readouterr().err
     assert_equal_folders(tmp_path / "out", expected)
     assert tensors_of(tmp_path / "out")["model.norm.weight"].dtype == torch.bfloat16
+
+
+def test_heads_that_are_tied_in_config_alone_and_weights_that_are_missing(tmp_path, capsys):
+    dense = dense_folder(tmp_path / "in", "llama")
+    state = tensors_of(dense)
+    for file in dense.glob("*.safetensors*"):
+        file.unlink()
+    state["lm_head.weight"] = state["model.embed_tokens.weight"] + 1
+    save_file(state, dense / "model.safetensors")
+    assert main(["quantize", str(dense), str(tmp_path / "out")]) == 0
+    assert_equal_folders(tmp_path / "out", loaded_and_saved(dense, tmp_path / "expected"))
+    assert "lm_head.weight" in tensors_of(tmp_path / "out")
+    capsys.readouterr()
+    del state["model.embed_tokens.weight"], state["model.layers.1.mlp.up_proj.weight"]  # the head stands for the table
+    save_file(state, dense / "model.safetensors")
+    assert main(["quantize", str(dense), str(tmp_path / "other")]) == 0
+    assert "1 tensors of the model are not in SRC: model.layers.1.mlp.up_proj.weight" in capsys.readouterr().err
+    assert torch.equal(tensors_of(tmp_path / "other")["model.embed_tokens.weight"], state["lm_head.weight"])
+    modules = json.loads((tmp_path / "other" / "config.json").read_text())["quantization_config"]["modules"]
+    assert "model.layers.0.mlp.up_proj" in modules
+    assert "model.layers.1.mlp.up_proj" not in modules
 
 
 @pytest.mark.parametrize("architecture", gguf_writer.FIELDS)
