@@ -109,7 +109,10 @@ def save_steps(model: PreTrainedModel, state: Mapping[str, Tensor], conversions:
         conversions: those that the load used, or transformers' own for a model that was not loaded.
 
     Returns:
-        The steps; their targets are the keys of the saved checkpoint.
+        The steps, which make the tensors of the saved checkpoint.
+
+    Raises:
+        NotImplementedError: an operation of transformers fails on packed rows.
     """
     reverse = [each.reverse_transform() for each in list(conversions)[::-1]]
     renamings = [each for each in reverse if isinstance(each, WeightRenaming)]
@@ -128,7 +131,10 @@ def save_steps(model: PreTrainedModel, state: Mapping[str, Tensor], conversions:
             steps.append(Step.renaming(key, name, state[key]))
             continue
         convert, sources = _converting(model, template, name, collected), tuple(key for _, key in collected)
-        made = convert({key: state[key] for key in sources})
+        try:
+            made = convert({key: state[key] for key in sources})
+        except Exception as error:  # as above
+            raise NotImplementedError(f"{sources[0]}: transformers can't save it as rows: {error}") from error
         renamed = {key: apply_renamings(key, renamings) for key in made}
         steps.append(Step(sources, {renamed[key]: value for key, value in made.items()}, _renamed(convert, renamed)))
     return steps

@@ -313,6 +313,7 @@ def test_rows_that_are_moved_are_followed_and_rows_that_are_computed_are_noticed
         assert numbers.rows(wrong, (3, 8)) is None
     assert numbers.rows(other.view(3, 2, 2).transpose(1, 2).reshape(3, 4), (3, 8)) is None  # interleaved along the row
     assert numbers.rows(other.t(), (3, 8)) is None
+    assert numbers.rows(numbers.stand_for("rows", "step", ()), ()).numel() == 1
 
 
 MEMORY = """
