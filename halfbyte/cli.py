@@ -22,16 +22,12 @@ import torch
 
 import halfbyte
 from halfbyte import _library
-from halfbyte.checkpoint import quantize_checkpoint
-from halfbyte.errors import QuantizationError
 from halfbyte.formats import FORMATS, Format
 from halfbyte.memory.plan import MemoryPlan, parse_bytes, plans_of
 from halfbyte.memory.plan import _aligned as aligned
 from halfbyte.memory.sharded import STRATEGIES
 from halfbyte.memory.simulate import OPTIMIZERS
-from halfbyte.memory.subject import on_meta
-from halfbyte.nn.conv1d import is_conv1d
-from halfbyte.nn.experts import expert_weights
+from halfbyte.nn.report import Report
 
 __all__ = ["console", "help_page", "main"]
 
@@ -126,9 +122,12 @@ def _parser() -> argparse.ArgumentParser:
     text = "Seconds spent on each comparison. Default: 1."
     bench.add_argument("--seconds", type=float, default=1.0, metavar="S", help=text)
 
-    help = "Quantize a dense checkpoint into a folder, tensor by tensor; from_pretrained and load_quantized read it."
+    help = (
+        "Quantize a dense checkpoint into a folder, a few megabytes at a time; from_pretrained and load_model read it. Run "
+        "again after an interruption, it goes on where it was."
+    )
     quantize = verb("quantize", _quantize, help, "SmolLM2-135M smollm2-nf4 --format nf4 --calibrate notes.txt")
-    text = "A transformers folder with safetensors files, or a .gguf file beside its config."
+    text = "A transformers folder (safetensors, or pytorch_model.bin), or a .gguf file."
     quantize.add_argument("src", type=Path, metavar="SRC", help=text)
     quantize.add_argument("out", type=Path, metavar="OUT", help="The folder to make.")
     text = f"One of {', '.join(FORMATS)}, with a block size as in nf4:128. Default: nf4."
@@ -297,54 +296,27 @@ def _bench(args: argparse.Namespace) -> tuple[Any, str]:
 def _quantize(args: argparse.Namespace) -> tuple[Any, str]:
     if args.format == "dense":
         raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got 'dense'")
-    progress = sys.stderr.isatty()
     if args.calibrate is not None:
         return _calibrate(args)
-    if args.src.suffix == ".gguf":
-        tensors, model, tokenizer = _decoded_gguf(args.src)
-        config = json.loads(model.config.to_json_string())
-        _say_disk_use(args.out, tensors, args.format, model)
-        done = quantize_checkpoint(tensors, args.out, args.format, model=model, config=config, progress=progress)
-        tokenizer.save_pretrained(args.out)
-    else:
-        model = on_meta(args.src)
-        _say_disk_use(args.out, args.src, args.format, model)
-        if any(is_conv1d(module) or expert_weights(module) for module in model.modules()):
-            from peft_bridge.folder import quantize_folder
+    from peft_bridge.folder import quantize_folder
 
-            done = quantize_folder(args.src, args.out, args.format)
-        else:
-            done = quantize_checkpoint(args.src, args.out, args.format, model=model, progress=progress)
+    say = partial(_say_disk_use, args.out)
+    done = quantize_folder(args.src, args.out, args.format, announce=say, progress=sys.stderr.isatty())
     data = {"out": str(args.out), "bytes": done.bytes, "dense_bytes": done.dense_bytes, "quantized": len(done.quantized)}
     return data, f"{done}\n{args.out}"
 
 
-def _say_disk_use(out: Path, source: Any, format: str, model: Any) -> None:
-    """To stderr: what the weights will take at most (experts and Conv1D are counted dense), and what is free."""
-    try:
-        needed = quantize_checkpoint(source, out, format, model=model, dry_run=True).bytes
-    except QuantizationError:  # only experts or Conv1D
-        needed = sum(file.stat().st_size for file in source.glob("*.safetensors"))
+def _say_disk_use(out: Path, found: Report, left_out: Sequence[str], missing: Sequence[str]) -> None:
+    """To stderr: what the weights will take, what is free, and where model and checkpoint differ."""
     parent = next(path for path in (out, *out.absolute().parents) if path.exists())
     free = shutil.disk_usage(parent).free
-    print(f"{out}: up to {needed / 1e6:.1f} MB will be written, {free / 1e6:.1f} MB are free", file=sys.stderr)
+    print(f"{out}: {found.bytes / 1e6:.1f} MB will be written, {free / 1e6:.1f} MB are free", file=sys.stderr)
+    if left_out:
+        print(f"{len(left_out)} tensors are no part of the model: {', '.join(left_out[:5])}", file=sys.stderr)
+    if missing:
+        print(f"{len(missing)} tensors of the model are not in SRC: {', '.join(missing[:5])}", file=sys.stderr)
 
 
 def _calibrate(args: argparse.Namespace) -> tuple[Any, str]:
     done = halfbyte.calibrate(args.src, args.calibrate, args.format, tokens=args.tokens, out=args.out)
     return {"out": str(args.out), **json.loads(done.to_json())}, f"{done}\n{args.out}"
-
-
-def _decoded_gguf(file: Path) -> tuple[dict[str, torch.Tensor], Any, Any]:
-    """Its tensors, tied ones once, decoded by transformers (all in memory at once); the model; its tokenizer."""
-    if not file.is_file():
-        raise FileNotFoundError(f"SRC: {file} does not exist")
-    try:
-        from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-    except ImportError as error:
-        raise ImportError("quantize: reading GGUF needs transformers and gguf; pip install transformers gguf") from error
-    model = AutoModelForCausalLM.from_pretrained(
-        file.parent, gguf_file=file.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
-    )
-    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, model, tokenizer

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from halfbyte.formats import Format
-from halfbyte.nn.conv1d import linear_shape
+from halfbyte.nn.conv1d import is_conv1d, linear_shape
 from halfbyte.nn.embedding import quantize_embedding_
 from halfbyte.nn.experts import expert_weights, quantize_experts_
 from halfbyte.nn.linear import quantize_linear_
@@ -70,6 +70,13 @@ def pack_module_(module: nn.Module, format: Format, compute_dtype: str | None) -
     else:
         assert isinstance(module, nn.Embedding)
         quantize_embedding_(module, format, None)  # it computes nothing
+
+
+def weights_of(module: nn.Module) -> tuple[str, ...]:
+    """Names of the weights that a checkpoint may hold packed; a subclass of a layer has a forward of its own."""
+    if type(module) in (nn.Linear, nn.Embedding) or is_conv1d(module):
+        return ("weight",)
+    return expert_weights(module)
 
 
 def describe_modules(packed: Iterable[str], dense: Iterable[str]) -> list[str]:

@@ -32,7 +32,7 @@ from halfbyte.ops.quantize import quantize
 from peft_bridge.bitsandbytes import ReadBitsandbytes
 from peft_bridge.config import METHOD, HalfbyteConfig
 from peft_bridge.originals import record_originals
-from peft_bridge.plan import Plan, describe_modules, is_described, pack_module_, plan_layers
+from peft_bridge.plan import Plan, describe_modules, is_described, pack_module_, plan_layers, weights_of
 
 FRESH = "not in the checkpoint: newly initialized"
 """Why a fresh head is dense."""
@@ -120,7 +120,7 @@ class HalfbyteQuantizer(HfQuantizer):
         self._dtypes = {
             f"{name}.{leaf}": module.get_parameter(leaf).dtype
             for name, module in model.named_modules()
-            for leaf in _weights_of(module)
+            for leaf in weights_of(module)
         }
 
     # ---- called by the loader per key --------------------------------------------------------------------------------
@@ -194,7 +194,7 @@ class HalfbyteQuantizer(HfQuantizer):
         fresh = {name for name, p in model.named_parameters() if not getattr(p, "_is_hf_initialized", False)}
         for name, reason in [*self._plan.reasons.items(), *((name, "") for name in self._plan.formats)]:
             module = model.get_submodule(name)
-            unloaded = [f"{name}.{leaf}" for leaf in _weights_of(module) if f"{name}.{leaf}" in fresh]
+            unloaded = [f"{name}.{leaf}" for leaf in weights_of(module) if f"{name}.{leaf}" in fresh]
             if isinstance(module, QuantExperts) and unloaded:
                 raise _unsound(dict.fromkeys(unloaded, "it is missing from the checkpoint"))
             if isinstance(module, Packed):
@@ -327,7 +327,7 @@ class HalfbyteQuantizer(HfQuantizer):
         return None, {}
 
     def _describe(self, model: PreTrainedModel) -> None:
-        layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Packed)) or _weights_of(m)}
+        layers = {n: m for n, m in model.named_modules() if isinstance(m, (nn.Linear, Packed)) or weights_of(m)}
         packed = [name for name, module in layers.items() if isinstance(module, Packed)]
         self.quantization_config.modules = describe_modules(packed, layers.keys() - set(packed))
 
@@ -355,13 +355,6 @@ class HalfbyteQuantizer(HfQuantizer):
                 dequantize_embedding_(module, dense)
         model.hqq_quantized = False  # type: ignore[assignment]
         return model
-
-
-def _weights_of(module: nn.Module) -> tuple[str, ...]:
-    """Names of the weights that a checkpoint may hold packed; a subclass of a layer has a forward of its own."""
-    if type(module) in (nn.Linear, nn.Embedding) or is_conv1d(module):
-        return ("weight",)
-    return expert_weights(module)
 
 
 def _unsound(problems: dict[str, str]) -> QuantizationError:

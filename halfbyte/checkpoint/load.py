@@ -328,14 +328,14 @@ def fill_slots(slots: Sequence[Slot], source: Source, tick: Callable[[int], None
 
 
 @contextmanager
-def progress_bar(total: int, shown: bool) -> Iterator[Callable[[int], None]]:
+def progress_bar(total: int, shown: bool, what: str = "loading") -> Iterator[Callable[[int], None]]:
     """A bar over bytes if asked for, tqdm is installed and stderr is a terminal."""
     bar: Any = None
     if shown:
         try:
             from tqdm.auto import tqdm
 
-            bar = tqdm(total=total, desc="loading", unit="B", unit_scale=True, disable=None)
+            bar = tqdm(total=total, desc=what, unit="B", unit_scale=True, disable=None)
         except ImportError:  # the default is to show one: a missing extra must not fail a load
             bar = None
     try:

@@ -21,7 +21,16 @@ from halfbyte.nn.packed import Packed
 from halfbyte.ops.dequantize import dequantize
 from halfbyte.ops.quantize import FLOAT_DTYPES, quantize_
 
-__all__ = ["BitsandbytesSource", "CheckpointSource", "Entry", "Found", "Source", "TensorSource", "open_source"]
+__all__ = [
+    "BitsandbytesSource",
+    "CheckpointSource",
+    "Entry",
+    "Found",
+    "Source",
+    "StoredSource",
+    "TensorSource",
+    "open_source",
+]
 
 _SCRATCH = 8 << 20
 """Bytes of dense rows that are read before they are quantized or cast."""
@@ -108,6 +117,16 @@ class Source(Protocol):
         """Releases files."""
 
 
+class StoredSource(Source, Protocol):
+    """A source whose content can be recognized: what an interrupted run made of it is then kept."""
+
+    def identity(self) -> Any:
+        """What names this very content, in JSON; None where nothing does."""
+
+    def check_unchanged(self) -> None:
+        """Raises QuantizationError if what it reads is no longer what it was on opening."""
+
+
 def fill_rows(entry: Entry, rows: Tensor, out: Tensor) -> None:
     """Converts dense rows (float, or of any dtype for a dense entry) to the entry's and writes their bytes to `out`."""
     if entry.format is None:
@@ -183,6 +202,14 @@ class CheckpointSource:
                 assert format is not None
                 rows = dequantize(rows, format, entry.shape[-1], torch.float32)
             fill_rows(entry, rows, out[(first - start) * entry.row_nbytes : (last - start) * entry.row_nbytes])
+
+    def identity(self) -> Any:
+        """Size, header and time of change of every file."""
+        return self.checkpoint.identity("fast")
+
+    def check_unchanged(self) -> None:
+        """Compares sizes and times of change."""
+        self.checkpoint.check_unchanged()
 
     def close(self) -> None:
         """Closes the files."""
@@ -314,6 +341,13 @@ class TensorSource:
         for first in range(0, stop - start, step):
             piece = rows[first : first + step].cpu().contiguous()
             fill_rows(entry, piece, out[first * entry.row_nbytes : (first + len(piece)) * entry.row_nbytes])
+
+    def identity(self) -> Any:
+        """None: what a mapping holds can't be told apart from what it held."""
+        return None
+
+    def check_unchanged(self) -> None:
+        """Nothing to compare with."""
 
     def close(self) -> None:
         """Releases the last tensor."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.files import INDEX, VERSION, Checkpoint
 from halfbyte.checkpoint.folder import MAX_SHARD_BYTES, quantization_config, write_folder
 from halfbyte.checkpoint.load import progress_bar
-from halfbyte.checkpoint.sources import CheckpointSource, Entry, TensorSource, open_source
+from halfbyte.checkpoint.sources import CheckpointSource, Entry, StoredSource, TensorSource, open_source
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.nn.report import Report, ReportRow
@@ -107,26 +107,12 @@ def quantize_checkpoint(
             )
         if dry_run:
             return found
-        key = _key(source, entries)
-        _check_room(folder, entries, key, found)
         if config is None and isinstance(source, CheckpointSource):
             config = source.checkpoint.config or None
         if config is not None:
             config = {**config, "quantization_config": _config(entries, model)}
-        tick = stack.enter_context(progress_bar(found.bytes, progress))
-        write_folder(
-            folder,
-            entries,
-            source,
-            config=config,
-            key=key,
-            resume=True,
-            check=True,
-            max_shard_bytes=max_shard_bytes,
-            tick=tick,
-        )
+        stream(source, entries, folder, config=config, max_shard_bytes=max_shard_bytes, progress=progress)
         if isinstance(source, CheckpointSource):
-            source.checkpoint.check_unchanged()
             copy_rest(source.checkpoint.path, folder)
     return found
 
@@ -168,14 +154,55 @@ def _entries(
     return entries, rows
 
 
-def _key(source: Any, entries: Sequence[Entry]) -> str:
+def stream(
+    source: StoredSource,
+    entries: Sequence[Entry],
+    folder: Path,
+    *,
+    config: Mapping[str, Any] | None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    progress: bool = True,
+) -> None:
+    """Writes what `source` fills: room is looked for first, finished shards of an interrupted run are kept, all are checked.
+
+    Args:
+        source: where the entries' bytes come from; one without an identity is written from the beginning.
+        entries: what to write, in order.
+        folder: folder to make; one that holds something else is refused.
+        config: content of config.json, or None for none.
+        max_shard_bytes: bytes of one output file.
+        progress: show a progress bar in a terminal (needs tqdm).
+
+    Raises:
+        FileExistsError: `folder` holds another checkpoint.
+        OSError: not enough room (before anything is written), or the disk is full; finished shards are kept.
+        QuantizationError: a shard is not on disk what was written, or the source was changed meanwhile.
+    """
+    need, key = sum(entry.nbytes for entry in entries), _key(source, entries)
+    _check_room(folder, key, need)
+    with progress_bar(need, progress, "quantizing") as tick:
+        write_folder(
+            folder,
+            entries,
+            source,
+            config=config,
+            key=key,
+            resume=True,
+            check=True,
+            max_shard_bytes=max_shard_bytes,
+            tick=tick,
+        )
+    source.check_unchanged()
+
+
+def _key(source: StoredSource, entries: Sequence[Entry]) -> str:
     # What a mapping holds can't be told apart from what it held: nothing of an earlier run is kept.
-    files = source.checkpoint.identity("fast") if isinstance(source, CheckpointSource) else uuid.uuid4().hex
-    made_from = [VERSION, files, [[e.name, list(e.shape), str(e.dtype), str(e.format)] for e in entries]]
+    content = source.identity() or uuid.uuid4().hex
+    made_from = [VERSION, content, [[e.name, list(e.shape), str(e.dtype), str(e.format)] for e in entries]]
     return hashlib.sha256(json.dumps(made_from).encode()).hexdigest()
 
 
-def _check_room(folder: Path, entries: Sequence[Entry], key: str, found: Report) -> None:
+def _check_room(folder: Path, key: str, total: int) -> None:
     """Refuses a folder with another checkpoint, and a disk without room for what is not there yet."""
     there = 0
     for file in folder.glob("model-*.safetensors") if folder.is_dir() else ():
@@ -192,7 +219,7 @@ def _check_room(folder: Path, entries: Sequence[Entry], key: str, found: Report)
                     f"quantize_checkpoint: {folder} holds another checkpoint; delete it or choose another folder"
                 )
     parent = next(path for path in (folder, *folder.absolute().parents) if path.exists())
-    need, free = found.bytes + _SLACK - there, shutil.disk_usage(parent).free
+    need, free = total + _SLACK - there, shutil.disk_usage(parent).free
     if free < need:
         raise OSError(
             errno.ENOSPC,

@@ -162,9 +162,9 @@ def _device(model: nn.Module, device: str | torch.device | None) -> torch.device
 # ---- building without data ------------------------------------------------------------------------------------------
 
 
-def on_meta(folder: Path) -> nn.Module:
-    """The dense model that a folder's config.json describes, on meta."""
-    return _from_folder(folder, None, True, None)
+def on_meta(folder: Path, dtype: torch.dtype | None = None) -> nn.Module:
+    """The dense model that a folder's config.json describes, on meta; in its dtype unless another is given."""
+    return _from_folder(folder, None, True, dtype)
 
 
 def _from_folder(folder: Path, format: Format | None, dense: bool, dtype: torch.dtype | None) -> nn.Module:

@@ -1,11 +1,13 @@
 """Tiny checkpoints built here, with widths that are no multiple of a block; nothing is ever fetched."""
 
 import os
+import sys
+from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+sys.path.insert(0, str(Path(__file__).parent))
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
