@@ -183,32 +183,29 @@ cudaError_t launch_as(const BackwardArgs& args, bool dq, int64_t tiles, int64_t 
 
 }  // namespace
 
-int64_t linear_backward_small_splits(const RowLayout& layout, int64_t N) {
-  return backward_splits(N, layout.in_features, multiprocessors());
-}
+int64_t linear_backward_small_splits(int64_t N, int64_t K) { return backward_splits(N, K, multiprocessors()); }
 
-cudaError_t launch_linear_backward_small(const void* grad, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
-                                         DType dtype, const void* addend, void* output, float* partial, int64_t splits,
-                                         cudaStream_t stream) {
+cudaError_t launch_linear_backward_small(const PackedProduct& p, cudaStream_t stream) {
+  const RowLayout& layout = p.layout;
   BackwardArgs args{};
-  args.grad = grad;
-  args.packed = packed;
-  args.target = {addend, layout.in_features, output, layout.in_features};
-  args.partial = partial;
-  args.M = int(M);
-  args.N = int(N);
+  args.grad = p.input;
+  args.packed = p.packed;
+  args.target = sum_target(p, layout.in_features);
+  args.partial = p.partial;
+  args.M = int(p.M);
+  args.N = int(p.N);
   args.K = int(layout.in_features);
   args.row_bytes = int(layout.row_bytes);
   args.scales_offset = int(layout.scales_offset);
   args.code_bytes = int(layout.code_bytes);
-  args.steps = int((N + kBackwardRows - 1) / kBackwardRows);
-  args.steps_per_split = int((args.steps + splits - 1) / splits);
+  args.steps = int((p.N + kBackwardRows - 1) / kBackwardRows);
+  args.steps_per_split = int((args.steps + p.splits - 1) / p.splits);
   while (int64_t(1) << args.block_shift < layout.block_size) ++args.block_shift;
   args.codebook = codebook_of(layout);
   const int64_t tiles = (layout.in_features + kBackwardColumns - 1) / kBackwardColumns;
   const bool dq = is_double_quantized(layout.format);
-  return dtype == DType::kBFloat16 ? launch_as<BFloat16>(args, dq, tiles, splits, stream)
-                                   : launch_as<Float16>(args, dq, tiles, splits, stream);
+  return p.dtype == DType::kBFloat16 ? launch_as<BFloat16>(args, dq, tiles, p.splits, stream)
+                                     : launch_as<Float16>(args, dq, tiles, p.splits, stream);
 }
 
 }  // namespace halfbyte::cuda

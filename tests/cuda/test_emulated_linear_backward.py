@@ -12,7 +12,7 @@ from torch import Tensor
 import halfbyte
 from halfbyte.formats import Format
 
-from .conftest import DTYPES, obstacle_of
+from .conftest import packed_product, route_of
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of one rounding, relative
 
@@ -20,12 +20,7 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of one rounding
 def run(
     emulated: Any, grad: Tensor, packed: Tensor, fmt: Format, k: int, addend: Tensor | None = None, splits: int = 1
 ) -> Tensor:
-    m, n = grad.shape
-    output, partial = torch.full((m, k), 7.0, dtype=grad.dtype), torch.full((splits, m, k), float("nan"))
-    added = ctypes.c_void_p(None) if addend is None else addend
-    sizes = (fmt.id, fmt.block_size, k, DTYPES[grad.dtype])
-    emulated.call("emulated_linear_backward_small", grad, m, packed, n, *sizes, added, output, partial, splits)
-    return output
+    return packed_product(emulated, 2, grad, packed, fmt, k, k, addend, splits)
 
 
 def check(dx: Tensor, grad: Tensor, packed: Tensor, fmt: Format, addend: Tensor | None = None) -> None:
@@ -93,12 +88,12 @@ def test_an_invalid_block_gives_nan_in_its_columns_only(emulated: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "obstacle"),
+    ("change", "route"),
     [
-        ({}, None),
-        ({"M": 1, "N": 4, "K": 16, "block_size": 32}, None),
-        ({"M": 17}, "M > 16"),
-        ({"M": 0}, "M > 16"),
+        ({}, "small"),
+        ({"M": 1, "N": 4, "K": 16, "block_size": 32}, "small"),
+        ({"M": 17}, "M is 0 or past kSmallM"),
+        ({"M": 0}, "M is 0 or past kSmallM"),
         ({"format": 4, "block_size": 4096}, "not a 4-bit format"),
         ({"K": 4104}, "K is not a multiple of 16"),
         ({"N": 4098}, "N is not a multiple of 4"),
@@ -109,8 +104,8 @@ def test_an_invalid_block_gives_nan_in_its_columns_only(emulated: Any) -> None:
         ({"K": 2**30}, "N or K is 2^30 or more"),
     ],
 )
-def test_route(emulated: Any, change: dict[str, int], obstacle: str | None) -> None:
-    assert obstacle_of(emulated, backward=True, **change) == obstacle
+def test_route(emulated: Any, change: dict[str, int], route: str) -> None:
+    assert route_of(emulated, backward=True, **change) == route
 
 
 @pytest.mark.parametrize("sms", [1, 20, 108, 132])
