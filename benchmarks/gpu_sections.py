@@ -16,6 +16,9 @@ from torch import Tensor
 import halfbyte
 
 
+TILED = 128  # kTiledM of csrc/cuda/linear_route.h
+
+
 def borrowed(b: Bench, who: str, build: Callable[[], Any]) -> Any:
     """What another library gives, on a GPU; None, and named among those left out, where it is missing or has changed."""
     if not b.cuda:
@@ -78,8 +81,12 @@ def linears(b: Bench) -> None:
         (16, 8192, 8192),
         (1, 4096, 4096),
         (1, 14336, 4096),
+        (32, 14336, 4096),
         (64, 14336, 4096),
+        (64, 1024, 4096),
+        (64, 4096, 14336),
         (128, 14336, 4096),
+        (128, 8192, 8192),
         (256, 14336, 4096),
         (512, 14336, 4096),
         (4096, 14336, 4096),
@@ -94,6 +101,11 @@ def linears(b: Bench) -> None:
             "dequant + cuBLAS": lambda i: F.linear(x, halfbyte.dequantize(packed(i), "nf4", k)),  # noqa: B023
             "bf16 cuBLAS": lambda i: F.linear(x, dense(i)),  # noqa: B023
         }
+        if m > TILED:  # what the tiled kernel would take: whether kTiledM (csrc/cuda/linear_route.h) should move
+            peers["halfbyte, tiled"] = lambda i: [
+                halfbyte.ops.linear(x[s : s + TILED], packed(i), None, "nf4", k)  # noqa: B023
+                for s in range(0, m, TILED)  # noqa: B023
+            ]
         theirs = rotated_bnb(b, bnb, n, k)
         if theirs:
             if m == 1:

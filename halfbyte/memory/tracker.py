@@ -21,7 +21,8 @@ __all__ = ["StorageTracker", "in_backward"]
 _READ = torch.ops.aten._local_scalar_dense.default
 _LINEAR_TOKENS = 512  # kLinearTokens of csrc/cpu: rows of activations that the tiled product converts at a time
 
-_SMALL_TOKENS = 16  # kSmallM of csrc/cuda/linear_route.h: so few read the packed rows directly
+# kTiledM and kSmallM of csrc/cuda/linear_route.h: so few tokens multiply packed rows as they are, in linear and in its backward.
+_TILED_TOKENS, _SMALL_TOKENS = 128, 16
 
 
 @dataclass
@@ -246,18 +247,18 @@ def _linear(args: tuple[Any, ...]) -> int:
     tokens = input.numel() // in_features
     if input.device.type == "cpu":
         return min(tokens, _LINEAR_TOKENS) * in_features * input.element_size()
-    return 0 if _is_small(tokens, args[3], input) else _decoded(input, packed, in_features)
+    return 0 if _reads_packed(tokens, _TILED_TOKENS, args[3], input) else _decoded(input, packed, in_features)
 
 
 def _backward(args: tuple[Any, ...]) -> int:
     grad, packed, format, _, in_features = args
     tokens = grad.numel() // packed.shape[0]
-    return 0 if _is_small(tokens, format, grad) else _decoded(grad, packed, in_features)
+    return 0 if _reads_packed(tokens, _SMALL_TOKENS, format, grad) else _decoded(grad, packed, in_features)
 
 
-def _is_small(tokens: int, format: int, input: Tensor) -> bool:
-    """What the CUDA kernels for few tokens take; the conditions on sizes that real layers meet are left out."""
-    return tokens <= _SMALL_TOKENS and format < 4 and input.dtype != torch.float32
+def _reads_packed(tokens: int, most: int, format: int, input: Tensor) -> bool:
+    """What the CUDA kernels on packed rows take; the conditions on sizes that real layers meet are left out."""
+    return tokens <= most and format < 4 and input.dtype != torch.float32
 
 
 def _decoded(input: Tensor, packed: Tensor, in_features: int) -> int:

@@ -19,6 +19,7 @@ LIMITS = {
     "int8_linear": 80,
     "linear_backward_small": 128,
     "linear_small": 128,
+    "linear_tiled": 255,
     "optimizer": 102,
     "quantize": 64,
 }
