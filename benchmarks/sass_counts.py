@@ -204,8 +204,8 @@ CASES = [
     ),
     Case(
         name="linear_backward_input nf4 bf16, M <= 8",
-        file="linear_backward_small",
-        symbol=f"linear_backward_small_kernelI{BF16}Lb0ELi1E",
+        file="linear_backward",
+        symbol=f"linear_backward_kernelI{BF16}Lb0ELi1E",
         unit="HMMA",
         elements=8,
         bytes=0.5625,
@@ -216,8 +216,8 @@ CASES = [
     ),
     Case(
         name="linear_backward_input nf4 bf16, M <= 16",
-        file="linear_backward_small",
-        symbol=f"linear_backward_small_kernelI{BF16}Lb0ELi2E",
+        file="linear_backward",
+        symbol=f"linear_backward_kernelI{BF16}Lb0ELi2E",
         unit="HMMA",
         elements=4,
         bytes=0.5625,

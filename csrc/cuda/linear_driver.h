@@ -1,6 +1,6 @@
 // What the fronts of linear and lora_linear share on CUDA.
 //
-// linear_route.h chooses: a kernel multiplies packed rows as they are, up to kTiledM rows of input (kSmallM in backward); otherwise the weight is decoded by one launch into a
+// linear_route.h chooses: a kernel multiplies packed rows as they are, up to kTiledM rows of input (kBackwardM in backward); otherwise the weight is decoded by one launch into a
 // buffer of torch's caching allocator and multiplied by aten. The buffer lives for the call only: a workspace kept between
 // calls would be written by one stream while another still reads it, and would dangle in a captured graph.
 #pragma once
@@ -50,7 +50,12 @@ inline PackedKernel linear_kernel(const LinearProblem& p) {
   return {};
 }
 inline PackedKernel backward_kernel(const LinearProblem& p) {
-  return backward_route(p) == LinearRoute::kSmall ? PackedKernel{linear_backward_small_splits, launch_linear_backward_small} : PackedKernel{};
+  switch (backward_route(p)) {
+    case LinearRoute::kSmall: return {linear_backward_small_splits, launch_linear_backward};
+    case LinearRoute::kTiled: return {linear_backward_tiled_splits, launch_linear_backward};
+    case LinearRoute::kDense: break;
+  }
+  return {};
 }
 
 // The product plus addend, (columns,) or (M, columns), by the kernel that `choose` gives for it, if any; `most`: the largest M
@@ -96,7 +101,7 @@ inline Tensor run_linear(const char* op, const Tensor& input, const Tensor& pack
 // grad_output (..., N) @ packed + addend (M, K), which goes with a grad_output of two dimensions.
 inline Tensor run_backward(const char* op, const Tensor& grad_output, const Tensor& packed, const std::optional<Tensor>& addend,
                            const RowLayout& layout) {
-  if (auto grad = packed_product(op, backward_kernel, kSmallM, grad_output, packed, addend, layout, layout.in_features)) return *grad;
+  if (auto grad = packed_product(op, backward_kernel, kBackwardM, grad_output, packed, addend, layout, layout.in_features)) return *grad;
   const NoGradGuard no_grad;
   Tensor weight = dense_weight(op, packed, layout, grad_output.scalar_type());
   if (!addend) return aten_matmul(grad_output, weight);

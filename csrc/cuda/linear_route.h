@@ -27,12 +27,17 @@ constexpr int64_t kSmallM = 16;
 // So it wins by 2.2 at 64, by 1.3 at 128, and loses at 256; on an A100, where mma.sync has the full rate, the same arithmetic gives
 // 2.2 and 1.4 (157 us to decode and multiply; its waves of CTAs fit these sizes worse).
 constexpr int64_t kTiledM = 128;
+// Largest M of backward's kernel; `gpu_check.py --only backwards` moves it, up to 128. By arithmetic for the same weight: 32 products
+// take 212 instructions (benchmarks/sass_counts.py), about the issue slots that mma.sync leaves: 13 us at M = 64, 25 at 128. What may be
+// slower is L1: some 64 lines and 32 look-ups a warp and step against 106 issue slots of each of its 8 warps, 1.8 times that if
+// nothing overlaps. So 28 us at 64 against 62 for decoding + cuBLAS, and at worst 54 at 128, too close to send there unmeasured.
+constexpr int64_t kBackwardM = 64;
 // Elements that a step of the small kernel reduces over; they must share one scale.
 constexpr int64_t kSmallChunk = 64;
 
 enum class LinearRoute : int32_t {
   kSmall = 0,  // linear_small.cu: weights decoded straight into tensor core fragments, read once, never written
-  kTiled = 1,  // linear_tiled.cu: the same for more rows of input, which go through shared memory
+  kTiled = 1,  // linear_tiled.cu: the same for more rows of input. Backward: linear_backward.cu in both, with fewer CTAs here
   kDense = 2,  // one launch decodes the weight into a buffer of torch's allocator, then aten
 };
 
@@ -58,9 +63,9 @@ inline constexpr Obstacle kLinearObstacles[] = {
     {"N is 2^31 or more", [](const LinearProblem& p) { return p.N >= (int64_t(1) << 31) || p.K >= (int64_t(1) << 31); }},
 };
 
-// A reason why the small kernel of linear_backward_input cannot take a problem; there `input` is grad_output (M, N).
+// A reason why the kernel of linear_backward_input cannot take a problem; there `input` is grad_output (M, N).
 inline constexpr Obstacle kBackwardObstacles[] = {
-    {"M is 0 or past kSmallM", [](const LinearProblem& p) { return p.M < 1 || p.M > kSmallM; }},
+    {"M is 0 or past kBackwardM", [](const LinearProblem& p) { return p.M < 1 || p.M > kBackwardM; }},
     {"not a 4-bit format", [](const LinearProblem& p) { return !is_4bit(p.format); }},
     // A lane takes 16 columns of 4 rows: all of them exist, or none.
     {"K is not a multiple of 16", [](const LinearProblem& p) { return p.K % 16 != 0; }},
@@ -75,7 +80,7 @@ inline LinearRoute backward_route(const LinearProblem& problem) {
   for (const Obstacle& obstacle : kBackwardObstacles) {
     if (obstacle.applies(problem)) return LinearRoute::kDense;
   }
-  return LinearRoute::kSmall;
+  return problem.M <= kSmallM ? LinearRoute::kSmall : LinearRoute::kTiled;
 }
 
 inline LinearRoute route(const LinearProblem& problem) {
@@ -110,13 +115,14 @@ constexpr SmallPlan small_plan(int64_t N, int64_t K, int64_t multiprocessors) {
   return plan;
 }
 
-// How the small backward kernel covers (N, K): a CTA owns 256 columns and a contiguous range of steps of 16 rows.
+// How the backward kernel covers (N, K): a CTA owns 256 columns and a contiguous range of steps of 16 rows. `resident`: CTAs a
+// multiprocessor, kSmallResident up to kSmallM rows, 1 past them.
 constexpr int64_t kBackwardColumns = 256;
 constexpr int64_t kBackwardRows = 16;
 
-constexpr int64_t backward_splits(int64_t N, int64_t K, int64_t multiprocessors) {
+constexpr int64_t backward_splits(int64_t N, int64_t K, int64_t multiprocessors, int64_t resident) {
   const int64_t tiles = (K + kBackwardColumns - 1) / kBackwardColumns, steps = (N + kBackwardRows - 1) / kBackwardRows;
-  const int64_t wanted = multiprocessors * kSmallResident / tiles > 1 ? multiprocessors * kSmallResident / tiles : 1;  // one wave
+  const int64_t wanted = multiprocessors * resident / tiles > 1 ? multiprocessors * resident / tiles : 1;  // one wave
   const int64_t most = steps / 16 > 1 ? steps / 16 : 1;  // at least 4 steps a warp
   return wanted < most ? wanted : most;
 }
