@@ -169,7 +169,7 @@ def backward_of_every_route(device: torch.device) -> None:
         format = Format.parse(name)
         for n, k in ((4, 16), (36, 576), (largest, 1024), (1024, largest), (100, 100)):
             packed = halfbyte.quantize(torch.randn(n, k) * 0.05, format).to(device)
-            for m in (1, 8, 9, 16, 17):
+            for m in (1, 8, 9, 16, 17, 33, 64, 65):
                 for dtype in (torch.bfloat16, torch.float16, torch.float32):
                     grad = torch.randn(m, n, device=device).to(dtype)
                     dx = halfbyte.ops.linear_backward_input(grad, packed, format, k)
@@ -322,6 +322,7 @@ def graphs_capture_every_op(device: torch.device) -> None:
             halfbyte.ops.linear(x.repeat(4, 1), packed, None, "nf4-dq", k),
             halfbyte.ops.linear(x.repeat(12, 1), packed, None, "nf4-dq", k),
             halfbyte.ops.linear_backward_input(y, packed, "nf4-dq", k),
+            halfbyte.ops.linear_backward_input(y.repeat(4, 1), packed, "nf4-dq", k),
             halfbyte.ops.embedding(indices, packed, "nf4-dq", k),
             halfbyte.dequantize(packed, "nf4-dq", k),
             halfbyte.ops.int8_linear(x.repeat(4, 1), eight[0], None, k),

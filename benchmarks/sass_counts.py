@@ -7,8 +7,8 @@ toolkit, of $NVDISASM, or of the triton package, which carries one). Instruction
 that does the work: the one with the most wide accesses, shared memory, shuffles, products and tensor cores and no slow path
 of a division; loops inside it count once. "issue at the floor" is the share of all issue slots (132 multiprocessors x 4 x
 1.8 GHz) that the kernel needs where its bytes move at 4.3 TB/s, or its tensor cores do 474 TFLOP/s, whichever takes longer:
-above 100 % it cannot reach that floor, below about 60 % issue slots are not its problem. `make gpu` measures the same kernels
-on a GPU.
+above 100 % it cannot reach that floor, below about 60 % issue slots are not its problem. `make gpu` measures the same
+kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ CASES = [
         elements=1,
         bytes=0.5625,
         loop="HMMA",
-        note="bound by tensor cores and, almost as much, by shared memory (linear_tiled.cu counts both); one CTA of 256 threads"
-        " a multiprocessor, 96 KB of shared memory (64 of them dynamic, not in the first table).",
+        note="bound by tensor cores and, almost as much, by shared memory (linear_tiled.cu counts both); one CTA of 256 "
+        "threads a multiprocessor, 96 KB of shared memory (64 of them dynamic, not in the first table).",
         tokens=64,
     ),
     Case(
@@ -223,6 +223,17 @@ CASES = [
         bytes=0.5625,
         loop="HMMA",
         note="as above with twice the sums.",
+    ),
+    Case(
+        name="linear_backward_input nf4 bf16, a group of 32",
+        file="linear_backward",
+        symbol=f"linear_backward_kernelI{BF16}Lb0ELi4E",
+        unit="HMMA",
+        elements=2,
+        bytes=0.5625,
+        loop="HMMA",
+        note="each group of 32 rows of gradients decodes for itself: at its tensor cores' floor it fills the issue slots.",
+        tokens=32,
     ),
     Case(
         name="int8_linear by dp4a, 8 tokens",

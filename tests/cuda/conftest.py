@@ -140,7 +140,7 @@ def packed_product(
     addend: Tensor | None = None,
     splits: int = 1,
 ) -> Tensor:
-    """A kernel of linear (0 small, 1 tiled) or of its backward (2) on a contiguous input, and an addend of 1 or 2 dimensions."""
+    """A kernel of linear (0 small, 1 tiled) or of its backward (2); input contiguous, an addend of 1 or 2 dimensions."""
     m = input.shape[0]
     output = torch.full((m, columns), 7.0, dtype=input.dtype)
     partial = torch.full((splits, m, columns), float("nan"))

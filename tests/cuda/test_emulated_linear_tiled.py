@@ -42,7 +42,8 @@ def test_each_weight_meets_its_own_input(emulated: Any) -> None:
     fmt, n, k = Format.parse("nf4"), 300, 128
     packed = halfbyte.quantize(torch.randn(n, k) * torch.logspace(-2, 2, n)[:, None], fmt)
     rows = run(emulated, torch.eye(k).bfloat16(), packed, fmt)
-    torch.testing.assert_close(rows.T.float(), halfbyte.dequantize(packed, fmt, k, torch.float32), rtol=1.01 * 2.0**-7, atol=0)
+    weight = halfbyte.dequantize(packed, fmt, k, torch.float32)
+    torch.testing.assert_close(rows.T.float(), weight, rtol=1.01 * 2.0**-7, atol=0)
 
 
 @pytest.mark.parametrize(("m", "splits"), [(20, 3), (40, 7), (100, 5)])
@@ -99,7 +100,8 @@ def test_copies_from_other_addresses_are_refused(emulated: Any, offset: int) -> 
 
 @pytest.mark.parametrize("sms", [1, 20, 108, 132])
 @pytest.mark.parametrize(
-    ("n", "k"), [(1, 64), (256, 2**20), (576, 576), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (2**31 - 1, 64)]
+    ("n", "k"),
+    [(1, 64), (256, 2**20), (576, 576), (4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192), (2**31 - 1, 64)],
 )
 def test_splits_are_full_and_the_best_of_all(emulated: Any, n: int, k: int, sms: int) -> None:
     emulated.c.tiled_splits_of.restype = ctypes.c_int64
