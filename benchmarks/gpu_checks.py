@@ -169,7 +169,7 @@ def backward_of_every_route(device: torch.device) -> None:
         format = Format.parse(name)
         for n, k in ((4, 16), (36, 576), (largest, 1024), (1024, largest), (100, 100)):
             packed = halfbyte.quantize(torch.randn(n, k) * 0.05, format).to(device)
-            for m in (1, 8, 9, 16, 17):
+            for m in (1, 8, 9, 16, 17, 33, 64, 65):
                 for dtype in (torch.bfloat16, torch.float16, torch.float32):
                     grad = torch.randn(m, n, device=device).to(dtype)
                     dx = halfbyte.ops.linear_backward_input(grad, packed, format, k)
@@ -221,7 +221,7 @@ def linear_of_every_route(device: torch.device) -> None:
         format = Format.parse(name)
         for n, k in ((1, 64), (33, 576), (largest, 1024), (1024, largest), (100, 100)):
             packed = halfbyte.quantize(torch.randn(n, k), format).to(device)
-            for m in (1, 5, 8, 9, 16, 17, 64):
+            for m in (1, 5, 8, 9, 16, 17, 33, 64, 65, 128, 129):
                 for dtype in (torch.bfloat16, torch.float16, torch.float32):
                     x = torch.randn(m, k, device=device).to(dtype)
                     y = halfbyte.ops.linear(x, packed, None, format, k)
@@ -232,10 +232,11 @@ def linear_of_every_route(device: torch.device) -> None:
 @cuda_check
 def a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
     packed = halfbyte.quantize(torch.randn(4096, 4096), "nf4").to(device)
-    x = torch.randn(16, 4096, device=device, dtype=torch.bfloat16)
-    whole = halfbyte.ops.linear(x, packed, None, "nf4", 4096)
-    for m in (1, 3, 8, 9):
-        assert torch.equal(halfbyte.ops.linear(x[:m], packed, None, "nf4", 4096), whole[:m]), m
+    x = torch.randn(128, 4096, device=device, dtype=torch.bfloat16)
+    for most, fewer in ((16, (1, 3, 8, 9)), (128, (17, 32, 33, 64, 65, 97))):
+        whole = halfbyte.ops.linear(x[:most], packed, None, "nf4", 4096)
+        for m in fewer:
+            assert torch.equal(halfbyte.ops.linear(x[:m], packed, None, "nf4", 4096), whole[:m]), (most, m)
 
 
 @cuda_check
@@ -319,7 +320,9 @@ def graphs_capture_every_op(device: torch.device) -> None:
             packed,
             y,
             halfbyte.ops.linear(x.repeat(4, 1), packed, None, "nf4-dq", k),
+            halfbyte.ops.linear(x.repeat(12, 1), packed, None, "nf4-dq", k),
             halfbyte.ops.linear_backward_input(y, packed, "nf4-dq", k),
+            halfbyte.ops.linear_backward_input(y.repeat(4, 1), packed, "nf4-dq", k),
             halfbyte.ops.embedding(indices, packed, "nf4-dq", k),
             halfbyte.dequantize(packed, "nf4-dq", k),
             halfbyte.ops.int8_linear(x.repeat(4, 1), eight[0], None, k),

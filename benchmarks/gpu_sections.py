@@ -15,6 +15,15 @@ from torch import Tensor
 
 import halfbyte
 
+# kTiledM and kBackwardM of csrc/cuda/linear_route.h: the most rows that packed rows are multiplied with as they are. Past
+# them "in pieces" says what these kernels would take: where it beats dequant + cuBLAS, the constants should move.
+TILED, BACKWARD = 128, 64
+
+
+def pieces(rows: Tensor, most: int, product: Callable[[Tensor, int], Tensor]) -> Callable[[int], object]:
+    """The product of at most `most` rows at a time, by round."""
+    return lambda i: [product(part, i) for part in rows.split(most)]
+
 
 def borrowed(b: Bench, who: str, build: Callable[[], Any]) -> Any:
     """What another library gives, on a GPU; None, and named among those left out, where it is missing or has changed."""
@@ -78,8 +87,12 @@ def linears(b: Bench) -> None:
         (16, 8192, 8192),
         (1, 4096, 4096),
         (1, 14336, 4096),
+        (32, 14336, 4096),
         (64, 14336, 4096),
+        (64, 1024, 4096),
+        (64, 4096, 14336),
         (128, 14336, 4096),
+        (128, 8192, 8192),
         (256, 14336, 4096),
         (512, 14336, 4096),
         (4096, 14336, 4096),
@@ -94,6 +107,12 @@ def linears(b: Bench) -> None:
             "dequant + cuBLAS": lambda i: F.linear(x, halfbyte.dequantize(packed(i), "nf4", k)),  # noqa: B023
             "bf16 cuBLAS": lambda i: F.linear(x, dense(i)),  # noqa: B023
         }
+        if TILED < m <= 512:
+            peers["halfbyte, in pieces"] = pieces(
+                x,
+                TILED,
+                lambda part, i: halfbyte.ops.linear(part, packed(i), None, "nf4", k),  # noqa: B023
+            )
         theirs = rotated_bnb(b, bnb, n, k)
         if theirs:
             if m == 1:
@@ -109,22 +128,24 @@ def linears(b: Bench) -> None:
 
 def backwards(b: Bench) -> None:
     """linear_backward_input of few tokens, and of many."""
-    problems = [(1, 8192, 8192), (16, 8192, 8192), (1, 14336, 4096), (16, 14336, 4096), (4096, 14336, 4096)]
+    problems = [(m, 8192, 8192) for m in (1, 16)] + [(m, 14336, 4096) for m in (1, 16, 32, 64, 128, 4096)]
     for batch, rows, columns in problems:
         m, n, k = b.size(batch, 64), b.size(rows), b.size(columns)
         g, nbytes = b.randn(m, n), halfbyte.Format.parse("nf4").row_bytes(k) * n
         packed = b.rotate(lambda: halfbyte.quantize(b.randn(n, k), "nf4"), nbytes)  # noqa: B023
         error = gpu_checks.backward_bound(g, packed(0), k, halfbyte.ops.linear_backward_input(g, packed(0), "nf4", k))
         assert error <= 1, f"linear_backward_input M={m} is wrong by {error} bounds"
-        b.compare(
-            f"backward nf4 M={m} {n}x{k}",
-            {
-                "halfbyte": lambda i: halfbyte.ops.linear_backward_input(g, packed(i), "nf4", k),  # noqa: B023
-                "dequant + cuBLAS": lambda i: g @ halfbyte.dequantize(packed(i), "nf4", k),  # noqa: B023
-            },
-            nbytes + 2 * m * (n + k),
-            2.0 * m * n * k,
-        )
+        peers: dict[str, Callable[[int], object]] = {
+            "halfbyte": lambda i: halfbyte.ops.linear_backward_input(g, packed(i), "nf4", k),  # noqa: B023
+            "dequant + cuBLAS": lambda i: g @ halfbyte.dequantize(packed(i), "nf4", k),  # noqa: B023
+        }
+        if BACKWARD < m <= 512:
+            peers["halfbyte, in pieces"] = pieces(
+                g,
+                BACKWARD,
+                lambda part, i: halfbyte.ops.linear_backward_input(part, packed(i), "nf4", k),  # noqa: B023
+            )
+        b.compare(f"backward nf4 M={m} {n}x{k}", peers, nbytes + 2 * m * (n + k), 2.0 * m * n * k)
 
 
 def qlora_linear(b: Bench) -> None:

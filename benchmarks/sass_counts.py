@@ -6,8 +6,9 @@ Compiles csrc/cuda/*.cu for sm_90 with the flags of setup.py, reads ptxas' figur
 toolkit, of $NVDISASM, or of the triton package, which carries one). Instructions are counted along one way through the loop
 that does the work: the one with the most wide accesses, shared memory, shuffles, products and tensor cores and no slow path
 of a division; loops inside it count once. "issue at the floor" is the share of all issue slots (132 multiprocessors x 4 x
-1.8 GHz) that the kernel needs where its bytes move at 4.3 TB/s: above 100 % it cannot reach the memory floor, below about
-60 % issue slots are not its problem. `make gpu` measures the same kernels on a GPU.
+1.8 GHz) that the kernel needs where its bytes move at 4.3 TB/s, or its tensor cores do 474 TFLOP/s, whichever takes longer:
+above 100 % it cannot reach that floor, below about 60 % issue slots are not its problem. `make gpu` measures the same
+kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 ISSUE = 132 * 4 * 1.8e9 * 32  # thread instructions a second, H200
 COPY = 4.3e12  # bytes a second, H200
+MMA = 0.6 * 790e12  # flop a second of mma.sync, H200: 60 % of cuBLAS' (csrc/cuda/linear_route.h)
 HOT = r"(LDG|STG)\S*\.(64|128)|LDS|SHFL|HMMA|IDP|FMUL|STG\.E |LDG\.E "
 COLD = r"CALL|FCHK|(LDG|STG)\S*\.U8"  # the slow ends of divisions, and rows that no wide access fits
 
@@ -48,6 +50,7 @@ class Case:
         loop: regular expression of an instruction in the loop that does the work; the smallest such loop is taken.
         note: what stands between the kernel and its floor.
         hot: what the way through the loop should meet.
+        tokens: rows of input that an element (a weight) meets on tensor cores.
     """
 
     name: str
@@ -59,6 +62,12 @@ class Case:
     loop: str
     note: str
     hot: str = HOT
+    tokens: int = 0
+
+    @property
+    def floor(self) -> float:
+        """Elements a second at the floor."""
+        return min(COPY / self.bytes, MMA / (2 * self.tokens) if self.tokens else float("inf"))
 
 
 BF16 = "13__nv_bfloat16"
@@ -160,9 +169,43 @@ CASES = [
         note="as nf4, plus the scales' decoding per 32 weights of a lane.",
     ),
     Case(
+        name="linear nf4 bf16, M = 32",
+        file="linear_tiled",
+        symbol=f"linear_tiled_kernelI{BF16}Lb0ELi4E",
+        unit="HMMA",
+        elements=2,
+        bytes=0.5625,
+        loop="HMMA",
+        note="still bound by reading; shared memory, 32 cycles for 1024 weights (look-ups, input), is as busy as it can be.",
+        tokens=32,
+    ),
+    Case(
+        name="linear nf4 bf16, M = 64",
+        file="linear_tiled",
+        symbol=f"linear_tiled_kernelI{BF16}Lb0ELi8E",
+        unit="HMMA",
+        elements=1,
+        bytes=0.5625,
+        loop="HMMA",
+        note="bound by tensor cores and, almost as much, by shared memory (linear_tiled.cu counts both); one CTA of 256 "
+        "threads a multiprocessor, 96 KB of shared memory (64 of them dynamic, not in the first table).",
+        tokens=64,
+    ),
+    Case(
+        name="linear nf4 bf16, M = 128",
+        file="linear_tiled",
+        symbol=f"linear_tiled_kernelI{BF16}Lb0ELi16E",
+        unit="HMMA",
+        elements=0.5,
+        bytes=0.5625,
+        loop="HMMA",
+        note="as M = 64; decoding is shared by twice the tokens.",
+        tokens=128,
+    ),
+    Case(
         name="linear_backward_input nf4 bf16, M <= 8",
-        file="linear_backward_small",
-        symbol=f"linear_backward_small_kernelI{BF16}Lb0ELi1E",
+        file="linear_backward",
+        symbol=f"linear_backward_kernelI{BF16}Lb0ELi1E",
         unit="HMMA",
         elements=8,
         bytes=0.5625,
@@ -173,13 +216,24 @@ CASES = [
     ),
     Case(
         name="linear_backward_input nf4 bf16, M <= 16",
-        file="linear_backward_small",
-        symbol=f"linear_backward_small_kernelI{BF16}Lb0ELi2E",
+        file="linear_backward",
+        symbol=f"linear_backward_kernelI{BF16}Lb0ELi2E",
         unit="HMMA",
         elements=4,
         bytes=0.5625,
         loop="HMMA",
         note="as above with twice the sums.",
+    ),
+    Case(
+        name="linear_backward_input nf4 bf16, a group of 32",
+        file="linear_backward",
+        symbol=f"linear_backward_kernelI{BF16}Lb0ELi4E",
+        unit="HMMA",
+        elements=2,
+        bytes=0.5625,
+        loop="HMMA",
+        note="each group of 32 rows of gradients decodes for itself: at its tensor cores' floor it fills the issue slots.",
+        tokens=32,
     ),
     Case(
         name="int8_linear by dp4a, 8 tokens",
@@ -377,8 +431,8 @@ def main() -> None:
             continue
         instructions, elements = count(case, outputs[case.file][1])
         each = instructions / elements
-        needed = each * COPY / case.bytes / ISSUE
-        slots = ISSUE / (COPY / case.bytes)
+        needed = each * case.floor / ISSUE
+        slots = ISSUE / case.floor
         counts.append([case.name, instructions, f"{elements:g}", f"{each:.2f}", f"{slots:.1f}", f"{100 * needed:.0f} %"])
     tables = [
         {

@@ -29,19 +29,27 @@ cudaError_t launch_embedding(const void* indices, bool wide, int64_t count, cons
 cudaError_t launch_quantize(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
                             uint8_t* packed, cudaStream_t stream);
 
-// linear for problems that linear_route.h sends here. partial: float32 (splits, M, N), or null when splits is 1; splits is
-// what linear_small_splits gives on the current device. addend: (N,) of dtype (addend_stride 0), (M, addend_stride), or null.
-int64_t linear_small_splits(const RowLayout& layout, int64_t N);
-cudaError_t launch_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
-                                DType dtype, const void* addend, int64_t addend_stride, void* output, float* partial,
-                                int64_t splits, cudaStream_t stream);
-
-// linear_backward_input for problems that backward_route sends here: grad (M, N) of dtype -> output (M, K). partial: float32
-// (splits, M, K), or null when splits is 1. addend: (M, K) of dtype, or null.
-int64_t linear_backward_small_splits(const RowLayout& layout, int64_t N);
-cudaError_t launch_linear_backward_small(const void* grad, int64_t M, const uint8_t* packed, int64_t N, const RowLayout& layout,
-                                         DType dtype, const void* addend, void* output, float* partial, int64_t splits,
-                                         cudaStream_t stream);
+// A product with packed that a kernel makes without writing the weight anywhere; linear_route.h says which problems. linear:
+// input (M, K), `columns` is N. linear_backward_input: input is grad_output (M, N), `columns` is K.
+struct PackedProduct {
+  const void* input;      // of dtype, contiguous
+  const uint8_t* packed;  // (N, row_bytes), contiguous
+  int64_t M, N;
+  RowLayout layout;
+  DType dtype;
+  const void* addend;     // (columns,) of dtype (addend_stride 0), (M, addend_stride) of dtype, or null
+  int64_t addend_stride;
+  void* output;           // (M, columns) of dtype
+  float* partial;         // (splits, M, columns), or null where splits is 1
+  int64_t splits;         // of the reduction: what the kernel's *_splits gives on the current device
+};
+int64_t linear_small_splits(int64_t N, int64_t K);
+cudaError_t launch_linear_small(const PackedProduct& product, cudaStream_t stream);
+int64_t linear_tiled_splits(int64_t N, int64_t K);
+cudaError_t launch_linear_tiled(const PackedProduct& product, cudaStream_t stream);
+int64_t linear_backward_small_splits(int64_t N, int64_t K);
+int64_t linear_backward_tiled_splits(int64_t N, int64_t K);
+cudaError_t launch_linear_backward(const PackedProduct& product, cudaStream_t stream);
 
 // Rows of args (error_feedback.h), device pointers.
 cudaError_t launch_error_feedback(const FeedbackArgs& args, int64_t rows, const RowLayout& layout, cudaStream_t stream);

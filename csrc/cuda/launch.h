@@ -26,6 +26,10 @@ cudaError_t launch(void (*kernel)(Params...), unsigned grid_x, unsigned grid_y, 
   config.blockDim = dim3(block, 1, 1);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
+  if (shared_bytes > 0) {  // past 48 KB it has to be asked for, per kernel and device; nothing of it is captured by a graph
+    const cudaError_t refused = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(shared_bytes));
+    if (refused != cudaSuccess) return (void)cudaGetLastError(), refused;
+  }
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   if (error != cudaSuccess) (void)cudaGetLastError();  // reported by our caller: do not leave it for the next one
   return error;

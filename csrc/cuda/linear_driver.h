@@ -1,6 +1,6 @@
 // What the fronts of linear and lora_linear share on CUDA.
 //
-// linear_route.h chooses: small batches read the packed rows directly; otherwise the weight is decoded by one launch into a
+// linear_route.h chooses: a kernel multiplies packed rows as they are, up to kTiledM rows of input (kBackwardM in backward); otherwise the weight is decoded by one launch into a
 // buffer of torch's caching allocator and multiplied by aten. The buffer lives for the call only: a workspace kept between
 // calls would be written by one stream while another still reads it, and would dangle in a captured graph.
 #pragma once
@@ -36,17 +36,57 @@ inline LinearProblem problem_of(const Tensor& input, const Tensor& packed, const
   return p;
 }
 
-// The small kernel's product plus addend, (N,) or (M, N).
-inline Tensor small_linear(const char* op, const LinearProblem& p, const Tensor& input, const Tensor& packed,
-                           const std::optional<Tensor>& addend, const RowLayout& layout) {
-  const LaunchScope scope(op, packed);
-  const Tensor b = torch::stable::contiguous(addend ? *addend : input);  // input only stands for none
-  Tensor output = torch::stable::new_empty(input, with_last_size(input, p.N), input.scalar_type());
-  const int64_t splits = linear_small_splits(layout, p.N);
-  Tensor partial = splits > 1 ? torch::stable::new_empty(input, {splits, p.M, p.N}, ScalarType::Float) : output;
-  scope.check(launch_linear_small(input.const_data_ptr(), p.M, packed.const_data_ptr<uint8_t>(), p.N, layout, p.dtype,
-                                  addend ? b.const_data_ptr() : nullptr, b.dim() == 2 ? p.N : 0, output.mutable_data_ptr(),
-                                  splits > 1 ? partial.mutable_data_ptr<float>() : nullptr, splits, scope.stream()));
+// A kernel on packed rows; launch is null where none takes the problem.
+struct PackedKernel {
+  int64_t (*splits)(int64_t N, int64_t K);
+  cudaError_t (*launch)(const PackedProduct&, cudaStream_t);
+};
+inline PackedKernel linear_kernel(const LinearProblem& p) {
+  switch (route(p)) {
+    case LinearRoute::kSmall: return {linear_small_splits, launch_linear_small};
+    case LinearRoute::kTiled: return {linear_tiled_splits, launch_linear_tiled};
+    case LinearRoute::kDense: break;
+  }
+  return {};
+}
+inline PackedKernel backward_kernel(const LinearProblem& p) {
+  switch (backward_route(p)) {
+    case LinearRoute::kSmall: return {linear_backward_small_splits, launch_linear_backward};
+    case LinearRoute::kTiled: return {linear_backward_tiled_splits, launch_linear_backward};
+    case LinearRoute::kDense: break;
+  }
+  return {};
+}
+
+// The product plus addend, (columns,) or (M, columns), by the kernel that `choose` gives for it, if any; `most`: the largest M
+// for which it gives one.
+inline std::optional<Tensor> packed_product(const char* op, PackedKernel (*choose)(const LinearProblem&), int64_t most, const Tensor& input,
+                                            const Tensor& packed, const std::optional<Tensor>& addend, const RowLayout& layout,
+                                            int64_t columns) {
+  if (leading_numel(input) > most) return std::nullopt;
+  const NoGradGuard no_grad;
+  const Tensor x = torch::stable::contiguous(input), w = torch::stable::contiguous(packed);
+  const LinearProblem p = problem_of(x, w, layout);
+  const PackedKernel kernel = choose(p);
+  if (!kernel.launch) return std::nullopt;
+  const LaunchScope scope(op, w);
+  const Tensor added = torch::stable::contiguous(addend ? *addend : x);  // x only stands for none
+  Tensor output = torch::stable::new_empty(x, with_last_size(x, columns), x.scalar_type());
+  const int64_t splits = kernel.splits(p.N, p.K);
+  Tensor partial = splits > 1 ? torch::stable::new_empty(x, {splits, p.M, columns}, ScalarType::Float) : output;
+  PackedProduct product{};
+  product.input = x.const_data_ptr();
+  product.packed = w.const_data_ptr<uint8_t>();
+  product.M = p.M;
+  product.N = p.N;
+  product.layout = layout;
+  product.dtype = p.dtype;
+  product.addend = addend ? added.const_data_ptr() : nullptr;
+  product.addend_stride = addend && added.dim() == 2 ? columns : 0;
+  product.output = output.mutable_data_ptr();
+  product.partial = splits > 1 ? partial.mutable_data_ptr<float>() : nullptr;
+  product.splits = splits;
+  scope.check(kernel.launch(product, scope.stream()));
   return output;
 }
 
@@ -54,34 +94,15 @@ inline Tensor small_linear(const char* op, const LinearProblem& p, const Tensor&
 // addmm: it is what the product's own accumulation starts from.
 inline Tensor run_linear(const char* op, const Tensor& input, const Tensor& packed, const std::optional<Tensor>& addend,
                          const RowLayout& layout) {
-  if (leading_numel(input) <= kSmallM) {
-    const NoGradGuard no_grad;
-    const Tensor x = torch::stable::contiguous(input), w = torch::stable::contiguous(packed);
-    const LinearProblem problem = problem_of(x, w, layout);
-    if (route(problem) == LinearRoute::kSmall) return small_linear(op, problem, x, w, addend, layout);
-  }
+  if (auto output = packed_product(op, linear_kernel, kTiledM, input, packed, addend, layout, packed.size(0))) return *output;
   return aten_linear(input, dense_weight(op, packed, layout, input.scalar_type()), addend);
 }
 
 // grad_output (..., N) @ packed + addend (M, K), which goes with a grad_output of two dimensions.
 inline Tensor run_backward(const char* op, const Tensor& grad_output, const Tensor& packed, const std::optional<Tensor>& addend,
                            const RowLayout& layout) {
+  if (auto grad = packed_product(op, backward_kernel, kBackwardM, grad_output, packed, addend, layout, layout.in_features)) return *grad;
   const NoGradGuard no_grad;
-  if (leading_numel(grad_output) <= kSmallM) {
-    const Tensor grad = torch::stable::contiguous(grad_output), w = torch::stable::contiguous(packed);
-    const LinearProblem p = problem_of(grad, w, layout);
-    if (backward_route(p) == LinearRoute::kSmall) {
-      const LaunchScope scope(op, w);
-      const Tensor added = torch::stable::contiguous(addend ? *addend : grad);  // grad only stands for none
-      Tensor output = torch::stable::new_empty(grad, with_last_size(grad, p.K), grad.scalar_type());
-      const int64_t splits = linear_backward_small_splits(layout, p.N);
-      Tensor partial = splits > 1 ? torch::stable::new_empty(grad, {splits, p.M, p.K}, ScalarType::Float) : output;
-      scope.check(launch_linear_backward_small(grad.const_data_ptr(), p.M, w.const_data_ptr<uint8_t>(), p.N, layout, p.dtype,
-                                               addend ? added.const_data_ptr() : nullptr, output.mutable_data_ptr(),
-                                               splits > 1 ? partial.mutable_data_ptr<float>() : nullptr, splits, scope.stream()));
-      return output;
-    }
-  }
   Tensor weight = dense_weight(op, packed, layout, grad_output.scalar_type());
   if (!addend) return aten_matmul(grad_output, weight);
   return aten_linear(grad_output, torch::stable::transpose(weight, 0, 1), addend);

@@ -1,4 +1,4 @@
-// What the kernels of linear and linear_backward_input for few tokens share: the byte table and the sum over splits.
+// What the kernels of linear and linear_backward_input on packed rows share: the byte table and the sum over splits.
 #pragma once
 
 #include "kernels.h"
@@ -43,6 +43,7 @@ struct SumTarget {
   void* output;           // (M, columns) of T
   int64_t columns;
 };
+inline SumTarget sum_target(const PackedProduct& p, int64_t columns) { return {p.addend, p.addend_stride, p.output, columns}; }
 
 template <class T>
 __device__ inline void store_sum(const SumTarget& target, int m, int64_t column, float sum) {

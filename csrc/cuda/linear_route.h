@@ -18,22 +18,37 @@ struct LinearProblem {
 
 // Largest M of the small kernel: two tensor core tiles of 8 columns.
 constexpr int64_t kSmallM = 16;
+// Largest M of the tiled kernel: move it to where `gpu_check.py --only linears` says that it stops winning over decoding + cuBLAS
+// (it times both at M = 32 .. 256). Put here by arithmetic, for 14336 x 4096 on an H200, bf16 and fp16 alike (fp32 is not taken):
+//   decoding + cuBLAS      41 us (35 at the copy's 4.3 TB/s) + reading 117 MB and multiplying, 21 .. 32 us: 62, 62, 73 at M = 64, 128, 256
+//   tiled, tensor cores    2 M N K / (0.6 * 790e12 flop/s), what mma.sync reaches of cuBLAS: 16, 32, 63 us
+//   + look-ups in line     linear_tiled.cu: 77, 87, 87 % of that: 21, 36, 73 us
+//   + 112 of 132 SMs busy, start, second pass: 28, 47, 93 us
+// So it wins by 2.2 at 64, by 1.3 at 128, and loses at 256; on an A100, where mma.sync has the full rate, the same arithmetic gives
+// 2.2 and 1.4 (157 us to decode and multiply; its waves of CTAs fit these sizes worse).
+constexpr int64_t kTiledM = 128;
+// Largest M of backward's kernel; `gpu_check.py --only backwards` moves it, up to 128. By arithmetic for the same weight: 32 products
+// take 212 instructions (benchmarks/sass_counts.py), about the issue slots that mma.sync leaves: 13 us at M = 64, 25 at 128. What may be
+// slower is L1: some 64 lines and 32 look-ups a warp and step against 106 issue slots of each of its 8 warps, 1.8 times that if
+// nothing overlaps. So 28 us at 64 against 62 for decoding + cuBLAS, and at worst 54 at 128, too close to send there unmeasured.
+constexpr int64_t kBackwardM = 64;
 // Elements that a step of the small kernel reduces over; they must share one scale.
 constexpr int64_t kSmallChunk = 64;
 
 enum class LinearRoute : int32_t {
   kSmall = 0,  // linear_small.cu: weights decoded straight into tensor core fragments, read once, never written
-  kDense = 1,  // one launch decodes the weight into a buffer of torch's allocator, then aten
+  kTiled = 1,  // linear_tiled.cu: the same for more rows of input. Backward: linear_backward.cu in both, with fewer CTAs here
+  kDense = 2,  // one launch decodes the weight into a buffer of torch's allocator, then aten
 };
 
-// A reason why the small kernel cannot take a problem.
+// A reason why neither kernel can take a problem.
 struct Obstacle {
   const char* name;
   bool (*applies)(const LinearProblem&);
 };
-inline constexpr Obstacle kSmallObstacles[] = {
-    // Past 16 the weights would have to be decoded again per 16 columns; the dense way decodes once.
-    {"M > 16", [](const LinearProblem& p) { return p.M < 1 || p.M > kSmallM; }},
+inline constexpr Obstacle kLinearObstacles[] = {
+    // Past kTiledM the decoded weight is read often enough to pay for itself, and cuBLAS has the faster tensor core instructions.
+    {"M is 0 or past kTiledM", [](const LinearProblem& p) { return p.M < 1 || p.M > kTiledM; }},
     {"nothing to compute", [](const LinearProblem& p) { return p.N < 1; }},
     // One byte of the row formats is one weight: another fragment layout.
     {"not a 4-bit format", [](const LinearProblem& p) { return !is_4bit(p.format); }},
@@ -48,9 +63,9 @@ inline constexpr Obstacle kSmallObstacles[] = {
     {"N is 2^31 or more", [](const LinearProblem& p) { return p.N >= (int64_t(1) << 31) || p.K >= (int64_t(1) << 31); }},
 };
 
-// A reason why the small kernel of linear_backward_input cannot take a problem; there `input` is grad_output (M, N).
+// A reason why the kernel of linear_backward_input cannot take a problem; there `input` is grad_output (M, N).
 inline constexpr Obstacle kBackwardObstacles[] = {
-    {"M > 16", [](const LinearProblem& p) { return p.M < 1 || p.M > kSmallM; }},
+    {"M is 0 or past kBackwardM", [](const LinearProblem& p) { return p.M < 1 || p.M > kBackwardM; }},
     {"not a 4-bit format", [](const LinearProblem& p) { return !is_4bit(p.format); }},
     // A lane takes 16 columns of 4 rows: all of them exist, or none.
     {"K is not a multiple of 16", [](const LinearProblem& p) { return p.K % 16 != 0; }},
@@ -65,14 +80,14 @@ inline LinearRoute backward_route(const LinearProblem& problem) {
   for (const Obstacle& obstacle : kBackwardObstacles) {
     if (obstacle.applies(problem)) return LinearRoute::kDense;
   }
-  return LinearRoute::kSmall;
+  return problem.M <= kSmallM ? LinearRoute::kSmall : LinearRoute::kTiled;
 }
 
 inline LinearRoute route(const LinearProblem& problem) {
-  for (const Obstacle& obstacle : kSmallObstacles) {
+  for (const Obstacle& obstacle : kLinearObstacles) {
     if (obstacle.applies(problem)) return LinearRoute::kDense;
   }
-  return LinearRoute::kSmall;
+  return problem.M <= kSmallM ? LinearRoute::kSmall : LinearRoute::kTiled;
 }
 
 // How the small kernel covers (N, K): a CTA owns 16 rows of packed and a contiguous range of chunks, its 8 warps interleave
@@ -100,15 +115,34 @@ constexpr SmallPlan small_plan(int64_t N, int64_t K, int64_t multiprocessors) {
   return plan;
 }
 
-// How the small backward kernel covers (N, K): a CTA owns 256 columns and a contiguous range of steps of 16 rows.
+// How the backward kernel covers (N, K): a CTA owns 256 columns and a contiguous range of steps of 16 rows. `resident`: CTAs a
+// multiprocessor, kSmallResident up to kSmallM rows, 1 past them.
 constexpr int64_t kBackwardColumns = 256;
 constexpr int64_t kBackwardRows = 16;
 
-constexpr int64_t backward_splits(int64_t N, int64_t K, int64_t multiprocessors) {
+constexpr int64_t backward_splits(int64_t N, int64_t K, int64_t multiprocessors, int64_t resident) {
   const int64_t tiles = (K + kBackwardColumns - 1) / kBackwardColumns, steps = (N + kBackwardRows - 1) / kBackwardRows;
-  const int64_t wanted = multiprocessors * kSmallResident / tiles > 1 ? multiprocessors * kSmallResident / tiles : 1;  // one wave
+  const int64_t wanted = multiprocessors * resident / tiles > 1 ? multiprocessors * resident / tiles : 1;  // one wave
   const int64_t most = steps / 16 > 1 ? steps / 16 : 1;  // at least 4 steps a warp
   return wanted < most ? wanted : most;
+}
+
+// How the tiled kernel covers (N, K): a CTA, one a multiprocessor, owns 256 rows and a contiguous range of chunks.
+constexpr int64_t kTiledRows = 256;
+
+// The number of ranges that is done first. Counted in chunks of a CTA (0.6 us at M = 64): its waves of CTAs take their chunks and
+// 2 for the start, and with several ranges 5 more a CTA to write and read 256 x M sums through L2 and 5 for the second launch.
+// Nothing depends on M: a row of input gives the same bits in every batch that takes this way.
+constexpr int64_t tiled_splits(int64_t N, int64_t K, int64_t multiprocessors) {
+  const int64_t tiles = (N + kTiledRows - 1) / kTiledRows, chunks = K / kSmallChunk;
+  int64_t best = 1, least = 0;
+  for (int64_t wanted = 1; wanted <= chunks && wanted <= 64; ++wanted) {
+    const int64_t length = (chunks + wanted - 1) / wanted, splits = (chunks + length - 1) / length;  // none is empty
+    const int64_t waves = (tiles * splits + multiprocessors - 1) / multiprocessors;
+    const int64_t cost = waves * (length + (splits > 1 ? 7 : 2)) + (splits > 1 ? 5 : 0);
+    if (wanted == 1 || cost < least) best = splits, least = cost;
+  }
+  return best;
 }
 
 }  // namespace halfbyte::cuda

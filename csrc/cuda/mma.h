@@ -1,4 +1,4 @@
-// The tensor core instruction as a named function; tests/cuda/emulator.h has the form for the CPU.
+// Tensor core and asynchronous copy instructions as named functions; tests/cuda/emulator.h has the forms for the CPU.
 #pragma once
 
 #include "elements.h"
@@ -77,11 +77,32 @@ class ByteTable {
   uint32_t base_;
 };
 
-// 8 bytes that are read once: they do not displace the activations in L1.
+// 8 bytes that are read once: they do not displace the activations in L1. L2 fetches the whole line, which the same warp wants next.
 __device__ inline uint2 load_once(const uint8_t* p) {
   uint2 v;
-  asm volatile("ld.global.nc.L1::no_allocate.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
+}
+
+// cp.async: 16 bytes from global to shared memory, both 16-byte aligned, past L1; zeros where `there` is false (src-size 0: then
+// `from` is not read). A thread's copies since its last commit are a group; wait<N> returns once all but its last N groups have
+// arrived, which other threads see after a barrier.
+__device__ inline void copy_async(void* to, const void* from, bool there) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+               :: "r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0)
+               : "memory");
+}
+__device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int N>
+__device__ inline void copy_async_wait() {
+  asm volatile("cp.async.wait_group %0;" :: "n"(N) : "memory");
+}
+
+// The launch's dynamic shared memory.
+template <class T>
+__device__ inline T* dynamic_shared() {
+  extern __shared__ uint4 halfbyte_dynamic_shared[];
+  return reinterpret_cast<T*>(halfbyte_dynamic_shared);
 }
 
 }  // namespace halfbyte::cuda

@@ -20,7 +20,8 @@ __all__ = ["StorageTracker", "in_backward"]
 
 _LINEAR_TOKENS = 512  # kLinearTokens of csrc/cpu: rows of activations that the tiled product converts at a time
 
-_SMALL_TOKENS = 16  # kSmallM of csrc/cuda/linear_route.h: so few read the packed rows directly
+# kTiledM and kBackwardM of csrc/cuda/linear_route.h: so few tokens multiply packed rows as they are.
+_LINEAR_MOST, _BACKWARD_MOST = 128, 64
 
 
 @dataclass
@@ -234,39 +235,40 @@ def in_backward() -> bool:
 
 def _linear(args: tuple[Any, ...]) -> int:
     """CPU: the activations in the product's own order, at most 512 tokens at a time. CUDA: the decoded weight."""
-    input, packed, in_features = args[0], args[1], args[5]
+    input, packed, format, in_features = args[0], args[1], args[3], args[5]
     tokens = input.numel() // in_features
     if input.device.type == "cpu":
         return min(tokens, _LINEAR_TOKENS) * in_features * input.element_size()
-    return 0 if _is_small(tokens, args[3], input) else _decoded(input, packed, in_features)
+    return _decoded(input, packed, tokens, _LINEAR_MOST, format, in_features)
 
 
 def _backward(args: tuple[Any, ...]) -> int:
     grad, packed, format, _, in_features = args
-    tokens = grad.numel() // packed.shape[0]
-    return 0 if _is_small(tokens, format, grad) else _decoded(grad, packed, in_features)
+    return _decoded(grad, packed, grad.numel() // packed.shape[0], _BACKWARD_MOST, format, in_features)
 
 
-def _is_small(tokens: int, format: int, input: Tensor) -> bool:
-    """What the CUDA kernels for few tokens take; the conditions on sizes that real layers meet are left out."""
-    return tokens <= _SMALL_TOKENS and format < 4 and input.dtype != torch.float32
+def _decoded(input: Tensor, packed: Tensor, tokens: int, most: int, format: int, in_features: int) -> int:
+    """CUDA: the decoded weight, or nothing where a kernel multiplies packed rows as they are.
 
-
-def _decoded(input: Tensor, packed: Tensor, in_features: int) -> int:
-    return 0 if input.device.type == "cpu" else packed.shape[0] * in_features * input.element_size()
+    Conditions on sizes that real layers meet are left out, and so are that kernel's sums of splits (17 MB at 128 tokens).
+    """
+    small = tokens <= most and format < 4 and input.dtype != torch.float32
+    return 0 if small or input.device.type == "cpu" else packed.shape[0] * in_features * input.element_size()
 
 
 def _lora(args: tuple[Any, ...]) -> int:
     """CUDA: the decoded weight, and the branch that the product starts from."""
-    input, packed, in_features = args[0], args[1], args[-1]
-    branch = 0 if input.device.type == "cpu" else input.numel() // in_features * packed.shape[0] * input.element_size()
-    return branch + _decoded(input, packed, in_features)
+    input, packed, format, in_features = args[0], args[1], args[-3], args[-1]
+    tokens = input.numel() // in_features
+    branch = 0 if input.device.type == "cpu" else tokens * packed.shape[0] * input.element_size()
+    return branch + _decoded(input, packed, tokens, _LINEAR_MOST, format, in_features)
 
 
 def _lora_backward(args: tuple[Any, ...]) -> int:
-    grad, packed, in_features = args[0], args[1], args[-1]
-    branch = 0 if grad.device.type == "cpu" else grad.numel() // packed.shape[0] * in_features * grad.element_size()
-    return branch + _decoded(grad, packed, in_features)
+    grad, packed, format, in_features = args[0], args[1], args[-3], args[-1]
+    tokens = grad.numel() // packed.shape[0]
+    branch = 0 if grad.device.type == "cpu" else tokens * in_features * grad.element_size()
+    return branch + _decoded(grad, packed, tokens, _BACKWARD_MOST, format, in_features)
 
 
 _TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {

@@ -129,16 +129,40 @@ def aligned(size: int, offset: int) -> Tensor:
     return buffer[start : start + size]
 
 
-def obstacle_of(emulated: Emulated, *, backward: bool, **change: int) -> str | None:
-    """Why the small kernel of linear (or of its backward) can't take a problem; the default is one that both take."""
+def packed_product(
+    emulated: Emulated,
+    kernel: int,
+    input: Tensor,
+    packed: Tensor,
+    fmt: Format,
+    k: int,
+    columns: int,
+    addend: Tensor | None = None,
+    splits: int = 1,
+) -> Tensor:
+    """A kernel of linear (0 small, 1 tiled) or of its backward (2); input contiguous, an addend of 1 or 2 dimensions."""
+    m = input.shape[0]
+    output = torch.full((m, columns), 7.0, dtype=input.dtype)
+    partial = torch.full((splits, m, columns), float("nan"))
+    sizes = (fmt.id, fmt.block_size, k, DTYPES[input.dtype])
+    added = (ctypes.c_void_p(None), 0) if addend is None else (addend, columns if addend.dim() == 2 else 0)
+    arguments = (kernel, input, m, packed, packed.shape[0], *sizes, *added, output, partial, splits)
+    emulated.call("emulated_packed_product", *arguments)
+    return output
+
+
+ROUTES = ("small", "tiled", "dense")
+
+
+def route_of(emulated: Emulated, *, backward: bool, **change: int) -> str:
+    """The route of a problem; dense: the first obstacle to the others. The default is a problem of the small route."""
     p = {"M": 16, "N": 4096, "K": 4096, "format": 0, "block_size": 64, "dtype": 1, "input_width": 16, "packed_width": 16}
     p |= change
     name, wide = ctypes.c_char_p(), {"M", "N", "K", "block_size"}
     sizes = [ctypes.c_int64(value) if key in wide else value for key, value in p.items()]
-    index = emulated.c.linear_obstacle(int(backward), *sizes, ctypes.byref(name))
-    assert index >= -1
-    assert (index == -1) is (name.value is None)
-    return None if name.value is None else name.value.decode()
+    route = ROUTES[emulated.c.linear_route_of(int(backward), *sizes, ctypes.byref(name))]
+    assert (route == "dense") is (name.value is not None)
+    return route if name.value is None else name.value.decode()
 
 
 @pytest.fixture(scope="session")

@@ -42,20 +42,20 @@ int emulated_error_feedback(const float* weight, const float* factor, const floa
   return cuda::launch_error_feedback(args, rows, row_layout(format, block_size, in_features), nullptr);
 }
 
-int emulated_linear_small(const void* input, int64_t M, const uint8_t* packed, int64_t N, int format, int64_t block_size,
-                          int64_t in_features, int dtype, const void* addend, int64_t addend_stride, void* output, float* partial,
-                          int64_t splits) {
-  return cuda::launch_linear_small(input, M, packed, N, row_layout(format, block_size, in_features), DType(dtype), addend,
-                                   addend_stride, output, partial, splits, nullptr);
+// kernel: 0 linear_small, 1 linear_tiled, 2 linear_backward.
+int emulated_packed_product(int64_t kernel, const void* input, int64_t M, const uint8_t* packed, int64_t N, int64_t format,
+                            int64_t block_size, int64_t in_features, int64_t dtype, const void* addend, int64_t addend_stride,
+                            void* output, float* partial, int64_t splits) {
+  const cuda::PackedProduct product{input, packed, M, N, row_layout(int(format), block_size, in_features), DType(dtype),
+                                    addend, addend_stride, output, splits > 1 ? partial : nullptr, splits};
+  constexpr decltype(&cuda::launch_linear_small) kKernels[] = {cuda::launch_linear_small, cuda::launch_linear_tiled,
+                                                               cuda::launch_linear_backward};
+  return kKernels[kernel](product, nullptr);
 }
 
-int emulated_linear_backward_small(const void* grad, int64_t M, const uint8_t* packed, int64_t N, int format, int64_t block_size,
-                                   int64_t in_features, int dtype, const void* addend, void* output, float* partial, int64_t splits) {
-  return cuda::launch_linear_backward_small(grad, M, packed, N, row_layout(format, block_size, in_features), DType(dtype), addend,
-                                            output, partial, splits, nullptr);
+int64_t backward_splits_of(int64_t N, int64_t K, int64_t multiprocessors, int64_t resident) {
+  return cuda::backward_splits(N, K, multiprocessors, resident);
 }
-
-int64_t backward_splits_of(int64_t N, int64_t K, int64_t multiprocessors) { return cuda::backward_splits(N, K, multiprocessors); }
 
 int emulated_int8_linear(const uint8_t* tokens, int64_t M, const uint8_t* packed, int64_t N, int64_t in_features,
                          const int32_t* sums, int dtype, const void* bias, void* output) {
@@ -76,24 +76,20 @@ const char* fp8_obstacle_of(int64_t M, int64_t N, int64_t K, int dtype, int pack
 
 int int8_takes_int_mm(int64_t M, int64_t N, int64_t K) { return cuda::takes_int_mm({M, N, K}); }
 
-// Index of the first obstacle, or -1 where the small kernel (of backward) takes the problem.
-int linear_obstacle(int backward, int64_t M, int64_t N, int64_t K, int format, int64_t block_size, int dtype, int input_width,
+// The route of linear (of its backward), and the name of the first obstacle to any but the dense one.
+int linear_route_of(int backward, int64_t M, int64_t N, int64_t K, int format, int64_t block_size, int dtype, int input_width,
                     int packed_width, const char** name) {
   const cuda::LinearProblem p{M, N, K, format, block_size, DType(dtype), input_width, packed_width};
-  const auto chosen = backward ? cuda::backward_route(p) : cuda::route(p);
-  int index = 0;
   const auto find = [&](const auto& obstacles) {
     for (const cuda::Obstacle& obstacle : obstacles) {
-      if (obstacle.applies(p)) {
-        *name = obstacle.name;
-        return chosen == cuda::LinearRoute::kDense ? index : -2;
-      }
-      ++index;
+      if (!*name && obstacle.applies(p)) *name = obstacle.name;
     }
-    return chosen == cuda::LinearRoute::kSmall ? -1 : -2;
   };
-  return backward ? find(cuda::kBackwardObstacles) : find(cuda::kSmallObstacles);
+  backward ? find(cuda::kBackwardObstacles) : find(cuda::kLinearObstacles);
+  return int(backward ? cuda::backward_route(p) : cuda::route(p));
 }
+
+int64_t tiled_splits_of(int64_t N, int64_t K, int64_t multiprocessors) { return cuda::tiled_splits(N, K, multiprocessors); }
 
 void small_plan_of(int64_t N, int64_t K, int64_t multiprocessors, int64_t* out) {
   const cuda::SmallPlan plan = cuda::small_plan(N, K, multiprocessors);

@@ -5,6 +5,7 @@
 #include <csetjmp>
 #include <cstdio>
 #include <cstdlib>
+#include <deque>
 #include <memory>
 #include <ucontext.h>
 #include <vector>
@@ -19,6 +20,15 @@ constexpr size_t kStackBytes = 128 * 1024;
 
 enum class State { kReady, kAtBarrier, kAtWarp, kDone };
 
+struct Copy {
+  void* to;
+  const void* from;  // null: zeros
+  void run() const {
+    if (from) memcpy(to, from, 16);
+    else memset(to, 0, 16);
+  }
+};
+
 // A fiber is created once with ucontext and from then on switched with _setjmp/_longjmp, which make no system call.
 struct Fiber {
   ucontext_t context;
@@ -26,11 +36,14 @@ struct Fiber {
   std::unique_ptr<char[]> stack{new char[kStackBytes]};
   State state = State::kDone;
   bool started = false;
+  std::vector<Copy> open;                // cp.async since the last commit
+  std::deque<std::vector<Copy>> groups;  // committed, the oldest first
 };
 
 std::vector<std::unique_ptr<Fiber>> fibers;
 std::vector<std::array<std::byte, 32 * 16>> slots;
 std::vector<std::max_align_t> shared_memory;
+size_t shared_size = 0;
 const std::function<void()>* body = nullptr;
 Fiber* running = nullptr;
 jmp_buf scheduler;
@@ -90,7 +103,11 @@ bool release(unsigned threads) {
 }
 
 void run_cta(unsigned threads) {
-  for (unsigned t = 0; t < threads; ++t) fibers[t]->state = State::kReady;
+  for (unsigned t = 0; t < threads; ++t) {
+    fibers[t]->state = State::kReady;
+    fibers[t]->open.clear();
+    fibers[t]->groups.clear();
+  }
   for (;;) {
     for (unsigned i = 0; i < threads; ++i) {
       const unsigned t = reversed_order ? threads - 1 - i : i;
@@ -115,6 +132,23 @@ void* warp_slot(unsigned lane) { return slots[current.thread.x / 32].data() + 16
 void* dynamic_shared() { return shared_memory.data(); }
 void set_reversed(bool reversed) { reversed_order = reversed; }
 
+void copy_async(void* to, const void* from, bool there) {
+  const size_t offset = size_t(static_cast<std::byte*>(to) - static_cast<std::byte*>(dynamic_shared()));
+  if (offset + 16 > shared_size) fail_thread(cudaErrorIllegalAddress);
+  if (offset % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) fail_thread(cudaErrorMisalignedAddress);
+  const Copy copy{to, there ? from : nullptr};
+  if (reversed_order) copy.run();
+  else running->open.push_back(copy);
+}
+void copy_async_commit() {
+  running->groups.push_back(std::move(running->open));
+  running->open.clear();
+}
+void copy_async_wait(size_t groups) {
+  for (; running->groups.size() > groups; running->groups.pop_front())
+    for (const Copy& copy : running->groups.front()) copy.run();
+}
+
 void fail_thread(cudaError_t why) {
   error = why;
   yield(State::kDone);
@@ -127,6 +161,7 @@ cudaError_t run(unsigned grid_x, unsigned grid_y, unsigned block, size_t shared_
   while (fibers.size() < block) fibers.push_back(std::make_unique<Fiber>());
   slots.resize(block / 32);
   shared_memory.resize(shared_bytes / sizeof(std::max_align_t) + 1);
+  shared_size = shared_bytes;
   body = &kernel;
   error = cudaSuccess;
   current.block_dim = dim3(block, 1, 1);

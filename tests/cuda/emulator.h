@@ -3,7 +3,9 @@
 // The .cu files are compiled by the host compiler with this file in the place of csrc/cuda/launch.h. Every CUDA thread is a
 // fiber; a CTA's fibers run one after another and stop at barriers and warp exchanges. What that proves: index arithmetic,
 // geometry, masks, partial warps, barriers that not every thread reaches (an error here), and, by running the fibers in
-// both orders, most races on shared memory. What it does not: memory ordering, alignment faults, speed.
+// both orders, most races on shared memory. Asynchronous copies happen as late as their waits allow, and in the reversed order as
+// soon as they are issued: a missing wait, or a buffer filled while others still read it, shows as a difference. What it does
+// not: memory ordering, alignment faults of plain accesses, speed.
 #pragma once
 
 #include <algorithm>
@@ -59,6 +61,10 @@ void* dynamic_shared();
 [[noreturn]] void fail_thread(cudaError_t error);
 cudaError_t run(unsigned grid_x, unsigned grid_y, unsigned block, size_t shared_bytes, const std::function<void()>& kernel);
 void set_reversed(bool reversed);             // order in which the fibers of a CTA run
+// The calling thread's cp.async, commit_group and wait_group (PTX ISA 9.7.9.25.3: groups of a thread complete in order).
+void copy_async(void* to, const void* from, bool there);
+void copy_async_commit();
+void copy_async_wait(size_t groups);
 
 template <class T>
 T exchange(T value, unsigned source_lane) {
@@ -170,6 +176,18 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
   emulator::syncwarp();
   for (unsigned i = 0; i < 4; ++i)
     for (unsigned k = 0; k < 16; ++k) d[i] += rows[i / 2][k] * columns[i % 2][k];
+}
+
+inline void copy_async(void* to, const void* from, bool there) { emulator::copy_async(to, from, there); }
+inline void copy_async_commit() { emulator::copy_async_commit(); }
+template <int N>
+void copy_async_wait() {
+  emulator::copy_async_wait(N);
+}
+
+template <class T>
+T* dynamic_shared() {
+  return static_cast<T*>(emulator::dynamic_shared());
 }
 
 template <class... Params, class... Args>

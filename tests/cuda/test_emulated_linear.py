@@ -12,33 +12,13 @@ from torch import Tensor
 import halfbyte
 from halfbyte.formats import Format
 
-from .conftest import DTYPES, obstacle_of
+from .conftest import packed_product, route_of
 
 ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}  # of one rounding, relative
 
 
 def run(emulated: Any, x: Tensor, packed: Tensor, fmt: Format, bias: Tensor | None = None, splits: int = 1) -> Tensor:
-    m, k = x.shape
-    n = packed.shape[0]
-    output = torch.full((m, n), 7.0, dtype=x.dtype)
-    partial = torch.full((splits, m, n), float("nan"))
-    emulated.call(
-        "emulated_linear_small",
-        x,
-        m,
-        packed,
-        n,
-        fmt.id,
-        fmt.block_size,
-        k,
-        DTYPES[x.dtype],
-        bias if bias is not None else ctypes.c_void_p(None),
-        n if bias is not None and bias.dim() == 2 else 0,
-        output,
-        partial,
-        splits,
-    )
-    return output
+    return packed_product(emulated, 0, x, packed, fmt, x.shape[1], packed.shape[0], bias, splits)
 
 
 def check(y: Tensor, x: Tensor, packed: Tensor, fmt: Format, bias: Tensor | None = None) -> None:
@@ -109,12 +89,14 @@ def test_more_tiles_than_thread_blocks(emulated: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "obstacle"),
+    ("change", "route"),
     [
-        ({}, None),
-        ({"M": 1}, None),
-        ({"M": 17}, "M > 16"),
-        ({"M": 0}, "M > 16"),
+        ({}, "small"),
+        ({"M": 1}, "small"),
+        ({"M": 17}, "tiled"),
+        ({"M": 128}, "tiled"),
+        ({"M": 129}, "M is 0 or past kTiledM"),
+        ({"M": 0}, "M is 0 or past kTiledM"),
         ({"N": 0}, "nothing to compute"),
         ({"format": 4, "block_size": 4096}, "not a 4-bit format"),
         ({"block_size": 32}, "block size 32"),
@@ -123,10 +105,12 @@ def test_more_tiles_than_thread_blocks(emulated: Any) -> None:
         ({"input_width": 8}, "input is not 16-byte aligned"),
         ({"packed_width": 4}, "packed is not 8-byte aligned"),
         ({"N": 2**31}, "N is 2^31 or more"),
+        ({"M": 100, "N": 2**31 - 1, "K": 2**31 - 64, "format": 3, "dtype": 2, "packed_width": 8}, "tiled"),
+        ({"M": 64, "packed_width": 4}, "packed is not 8-byte aligned"),
     ],
 )
-def test_route(emulated: Any, change: dict[str, int], obstacle: str | None) -> None:
-    assert obstacle_of(emulated, backward=False, **change) == obstacle
+def test_route(emulated: Any, change: dict[str, int], route: str) -> None:
+    assert route_of(emulated, backward=False, **change) == route
 
 
 @pytest.mark.parametrize("sms", [1, 20, 108, 132])

@@ -12,7 +12,7 @@ from torch import Tensor
 import halfbyte
 from halfbyte.formats import Format
 
-from .conftest import DTYPES, obstacle_of
+from .conftest import packed_product, route_of
 
 ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of one rounding, relative
 
@@ -20,12 +20,7 @@ ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of one rounding
 def run(
     emulated: Any, grad: Tensor, packed: Tensor, fmt: Format, k: int, addend: Tensor | None = None, splits: int = 1
 ) -> Tensor:
-    m, n = grad.shape
-    output, partial = torch.full((m, k), 7.0, dtype=grad.dtype), torch.full((splits, m, k), float("nan"))
-    added = ctypes.c_void_p(None) if addend is None else addend
-    sizes = (fmt.id, fmt.block_size, k, DTYPES[grad.dtype])
-    emulated.call("emulated_linear_backward_small", grad, m, packed, n, *sizes, added, output, partial, splits)
-    return output
+    return packed_product(emulated, 2, grad, packed, fmt, k, k, addend, splits)
 
 
 def check(dx: Tensor, grad: Tensor, packed: Tensor, fmt: Format, addend: Tensor | None = None) -> None:
@@ -46,7 +41,11 @@ def test_values(emulated: Any, name: str, dtype: torch.dtype) -> None:
     fmt = Format.parse(name)
     generator = torch.Generator().manual_seed(0)
     # Columns of one lane, of parts of a warp and of a CTA, of two CTAs; rows of one lane, ragged steps, several rounds.
-    for m, n, k in [(1, 4, 16), (3, 40, 576), (8, 100, 112), (9, 16, 128), (16, 212, 272), (2, 300, 64)]:
+    # Rows of grad of one group, of two and of four, the last one full, not, and without any.
+    for m, n, k in [
+        *[(1, 4, 16), (3, 40, 576), (8, 100, 112), (9, 16, 128), (16, 212, 272), (2, 300, 64)],
+        *[(17, 100, 112), (32, 180, 64), (33, 84, 272), (64, 20, 64), (65, 52, 16), (128, 36, 160)],
+    ]:
         grad = torch.randn(m, n, generator=generator).to(dtype)
         packed = halfbyte.quantize(torch.randn(n, k, generator=generator) * 0.05, fmt)
         addend = torch.randn(m, k, generator=generator).to(dtype)  # lora_linear_backward_input's branch
@@ -63,10 +62,10 @@ def test_each_weight_meets_its_own_gradient(emulated: Any) -> None:
     torch.testing.assert_close(rows.float(), halfbyte.dequantize(packed, fmt, k, torch.float32), rtol=3.02 * 2.0**-8, atol=0)
 
 
-@pytest.mark.parametrize("splits", [2, 3, 9])
-def test_splits_are_added_and_repeatable(emulated: Any, splits: int) -> None:
+@pytest.mark.parametrize(("m", "splits"), [(4, 2), (4, 3), (4, 9), (20, 2), (40, 3), (70, 2)])
+def test_splits_are_added_and_repeatable(emulated: Any, m: int, splits: int) -> None:
     fmt = Format.parse("nf4")
-    grad, packed = torch.randn(4, 340).bfloat16(), halfbyte.quantize(torch.randn(340, 80), fmt)
+    grad, packed = torch.randn(m, 340).bfloat16(), halfbyte.quantize(torch.randn(340, 80), fmt)
     dx = run(emulated, grad, packed, fmt, 80, None, splits)
     check(dx, grad, packed, fmt)
     emulated.reversed_threads(True)
@@ -78,10 +77,11 @@ def test_splits_are_added_and_repeatable(emulated: Any, splits: int) -> None:
 
 def test_a_row_does_not_depend_on_its_batch(emulated: Any) -> None:
     fmt = Format.parse("nf4-dq")
-    grad, packed = torch.randn(16, 100).bfloat16(), halfbyte.quantize(torch.randn(100, 160), fmt)
-    whole = run(emulated, grad, packed, fmt, 160)
-    for m in (1, 2, 8, 9):
-        assert torch.equal(run(emulated, grad[:m].contiguous(), packed, fmt, 160), whole[:m])
+    grad, packed = torch.randn(64, 100).bfloat16(), halfbyte.quantize(torch.randn(100, 160), fmt)
+    for most, fewer in ((16, (1, 2, 8, 9)), (32, (17, 25)), (64, (33, 40))):
+        whole = run(emulated, grad[:most].contiguous(), packed, fmt, 160)
+        for m in fewer:
+            assert torch.equal(run(emulated, grad[:m].contiguous(), packed, fmt, 160), whole[:m])
 
 
 def test_an_invalid_block_gives_nan_in_its_columns_only(emulated: Any) -> None:
@@ -93,12 +93,14 @@ def test_an_invalid_block_gives_nan_in_its_columns_only(emulated: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "obstacle"),
+    ("change", "route"),
     [
-        ({}, None),
-        ({"M": 1, "N": 4, "K": 16, "block_size": 32}, None),
-        ({"M": 17}, "M > 16"),
-        ({"M": 0}, "M > 16"),
+        ({}, "small"),
+        ({"M": 1, "N": 4, "K": 16, "block_size": 32}, "small"),
+        ({"M": 17}, "tiled"),
+        ({"M": 64, "format": 2}, "tiled"),
+        ({"M": 65}, "M is 0 or past kBackwardM"),
+        ({"M": 0}, "M is 0 or past kBackwardM"),
         ({"format": 4, "block_size": 4096}, "not a 4-bit format"),
         ({"K": 4104}, "K is not a multiple of 16"),
         ({"N": 4098}, "N is not a multiple of 4"),
@@ -109,16 +111,17 @@ def test_an_invalid_block_gives_nan_in_its_columns_only(emulated: Any) -> None:
         ({"K": 2**30}, "N or K is 2^30 or more"),
     ],
 )
-def test_route(emulated: Any, change: dict[str, int], obstacle: str | None) -> None:
-    assert obstacle_of(emulated, backward=True, **change) == obstacle
+def test_route(emulated: Any, change: dict[str, int], route: str) -> None:
+    assert route_of(emulated, backward=True, **change) == route
 
 
+@pytest.mark.parametrize("resident", [1, 2])
 @pytest.mark.parametrize("sms", [1, 20, 108, 132])
 @pytest.mark.parametrize(("n", "k"), [(4, 16), (4096, 4096), (14336, 4096), (4096, 14336), (2**29, 16), (64, 2**29)])
-def test_splits_fill_the_device_once(emulated: Any, n: int, k: int, sms: int) -> None:
+def test_splits_fill_the_device_once(emulated: Any, n: int, k: int, sms: int, resident: int) -> None:
     emulated.c.backward_splits_of.restype = ctypes.c_int64
-    splits = emulated.c.backward_splits_of(*map(ctypes.c_int64, (n, k, sms)))
+    splits = emulated.c.backward_splits_of(*map(ctypes.c_int64, (n, k, sms, resident)))
     tiles = -(-k // 256)
     assert 1 <= splits <= max(1, -(-n // 16) // 16)  # at least 4 steps a warp
-    assert splits == 1 or tiles * splits <= 2 * sms  # two CTAs a multiprocessor: no second wave
+    assert splits == 1 or tiles * splits <= resident * sms  # no second wave
     assert splits <= 65535

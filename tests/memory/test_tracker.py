@@ -20,8 +20,8 @@ def tensors(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tens
 @pytest.mark.parametrize(
     ("tokens", "dtype", "format", "expected"),
     [
-        (17, torch.bfloat16, 0, N * K * 2),  # past 16 tokens the weight is decoded into a buffer
-        (16, torch.bfloat16, 0, 0),
+        (129, torch.bfloat16, 0, N * K * 2),  # past 128 tokens the weight is decoded into a buffer
+        (128, torch.bfloat16, 0, 0),
         (1, torch.bfloat16, 4, N * K * 2),  # row formats always
         (1, torch.float32, 0, N * K * 4),  # float32 always
     ],
@@ -32,15 +32,17 @@ def test_linear_on_cuda(tokens: int, dtype: torch.dtype, format: int, expected: 
 
 
 def test_backward_and_lora_on_cuda() -> None:
-    grad, packed = tensors(4, N, torch.bfloat16)
+    grad, packed = tensors(64, N, torch.bfloat16)
     assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == 0
-    grad, packed = tensors(40, N, torch.bfloat16)
+    lora = (grad, packed, None, None, 0, 64, K)
+    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == 64 * K * 2
+    grad, packed = tensors(65, N, torch.bfloat16)
     assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == N * K * 2
     lora = (grad, packed, None, None, 0, 64, K)
-    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == N * K * 2 + 40 * K * 2
-    input, packed = tensors(32, K, torch.bfloat16)
+    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == N * K * 2 + 65 * K * 2
+    input, packed = tensors(129, K, torch.bfloat16)
     lora = (input, packed, None, None, None, 1.0, [], 0, 64, K)
-    assert _TEMPORARIES["halfbyte.lora_linear.default"](lora) == N * K * 2 + 32 * N * 2
+    assert _TEMPORARIES["halfbyte.lora_linear.default"](lora) == N * K * 2 + 129 * N * 2
 
 
 def test_on_the_cpu_activations_are_put_in_order_512_tokens_at_a_time() -> None:

@@ -1,0 +1,215 @@
+// linear for M = 17..128 rows of bf16 or fp16 input (linear_route.h: kTiledM): packed weights go straight into tensor core
+// fragments (linear_steps.h) and meet all rows of input there.
+//
+//   a CTA: 256 rows of packed (8 warps x 32) x up to 128 rows of input x a range of K (one split)
+//
+// Every weight is read and decoded once (twice past 128 rows), by the lane whose fragment it belongs to. Input goes through
+// shared memory: `cp.async` fills a ring of 4 rounds of 16 KB, a round being 16384 / (128 * columns) steps of 64 elements; 3
+// rounds are in flight while one is multiplied, and one barrier a round separates them. The 16-byte units u of a row's 128
+// bytes lie at u ^ (row & 1): a quarter warp reads units 2 t + h of two rows, which are all 8 units of a line, so that neither
+// these reads nor the fill conflict. Weights are loaded a round ahead into registers: 8 KB a step and CTA.
+//
+// What limits it, for 256 x 64 weights and 64 (128) rows of input on a multiprocessor of an H100: tensor cores 512 (1024)
+// instructions, 832 (1664) cycles at the 62 % of peak that mma.sync reaches there [Luo et al. 2024, arXiv:2402.13499]; shared
+// memory 256 cycles of look-ups and 512 (1024) of input; each below the other, and behind each other at worst: 77 % (87 %).
+// wgmma would lift the first limit by 1.6.
+#include "linear_steps.h"
+
+namespace halfbyte::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarpRows = int(kTiledRows) / (kThreads / 32);
+constexpr int kTiles = kWarpRows / 16;  // fragments of 16 rows a warp
+constexpr int kSlots = 4;               // rounds in shared memory
+constexpr int kMostRows = 128;          // of input a launch; more of them take several
+constexpr int kStepUnits = int(kSmallChunk) / 8;  // 16-byte units of one row of input in a step
+static_assert(kTiles == 2 && kStepUnits == 8);
+
+// Steps a round: few columns make short steps.
+constexpr int round_steps(int columns) { return columns <= 4 ? 4 : columns <= 8 ? 2 : 1; }
+// Bytes of input in shared memory: at most 64 KB, which with the table fits the 99 KB of compute capability 8.6 and 8.9.
+constexpr int shared_bytes(int columns) { return kSlots * round_steps(columns) * columns * 8 * kStepUnits * 16; }
+static_assert(shared_bytes(16) == 65536 && shared_bytes(8) == 65536 && shared_bytes(4) == 65536);
+
+// Sums leave through the ring's memory, 32 rows of input at a time, so that a warp stores 32 neighbours. 4 words of padding
+// keep the lanes' 4 t x 8 g apart.
+constexpr int kGroup = 4, kTurnedPitch = int(kTiledRows) + 4;
+static_assert(kGroup * 8 * kTurnedPitch * 4 <= shared_bytes(4));
+
+struct TiledArgs {
+  const void* input;      // (M, K) of T, 16-byte aligned rows
+  const uint8_t* packed;  // (N, row_bytes), 8-byte aligned
+  SumTarget target;       // one split
+  float* partial;         // (splits, M, N): several
+  RowLayout layout;
+  int first, rows;        // this launch's rows of input, at most 8 * Columns of them
+  int M;
+  uint32_t N;
+  int chunks, chunks_per_split;
+  int block_shift;        // log2 of chunks a block
+  Codebook16 codebook;
+};
+
+// A thread's share of filling the ring: unit `unit` of a round, of every kStride-th row of input from `row` on. What does not
+// exist is filled with zeros.
+template <class T, int Columns>
+struct RingFill {
+  static constexpr int kRound = round_steps(Columns), kStride = kThreads / (kStepUnits * kRound), kRows = 8 * Columns;
+  static_assert(kStride % 2 == 0 && kRows % kStride == 0);
+  const T* source;
+  int rows, step, offset;
+
+  __device__ explicit RingFill(const TiledArgs& a) {
+    const int unit = int(threadIdx.x) % (kStepUnits * kRound), row = int(threadIdx.x) / (kStepUnits * kRound);
+    step = unit / kStepUnits;
+    rows = a.rows - row;
+    source = kept(static_cast<const T*>(a.input) + (a.first + (rows > 0 ? row : 0)) * a.layout.in_features + unit * 8);
+    offset = (step * kRows + row) * kStepUnits + ((unit % kStepUnits) ^ (row & 1));
+  }
+  // Steps `chunk` .. chunk + kRound - 1 into the round at `slot`.
+  __device__ void operator()(const TiledArgs& a, uint4* slot, int chunk, int end) const {
+#pragma unroll
+    for (int i = 0; i < kRows / kStride; ++i) {
+      const bool there = i * kStride < rows && chunk + step < end;
+      const T* from = there ? source + i * kStride * a.layout.in_features + chunk * kSmallChunk : source;
+      copy_async(slot + offset + i * kStride * kStepUnits, from, there);
+    }
+    copy_async_commit();
+  }
+};
+
+// Columns: of 8 rows of input each.
+template <class T, bool DQ, int Columns>
+__global__ void __launch_bounds__(kThreads, 1) linear_tiled_kernel(const TiledArgs a) {
+  using Fill = RingFill<T, Columns>;
+  constexpr int kRound = Fill::kRound, kSlotUnits = kRound * Fill::kRows * kStepUnits;
+  __shared__ uint32_t table[kTableWords];
+  uint4* const ring = dynamic_shared<uint4>();
+  const int lane = int(threadIdx.x % 32), warp = int(threadIdx.x / 32), g = lane / 4, t = lane % 4;
+  const uint32_t first_row = blockIdx.x * uint32_t(kTiledRows) + uint32_t(warp * kWarpRows);
+  const int begin = int(blockIdx.y) * a.chunks_per_split;
+  const int end = begin + a.chunks_per_split < a.chunks ? begin + a.chunks_per_split : a.chunks;
+
+  const Fill fill(a);
+#pragma unroll
+  for (int s = 0; s < kSlots - 1; ++s) fill(a, ring + s * kSlotUnits, begin + s * kRound, end);
+  StepSource<DQ, false> from[kTiles] = {{a.packed, a.layout, a.N, first_row, g, t}, {a.packed, a.layout, a.N, first_row + 16, g, t}};
+  Step ahead[kRound][kTiles];
+#pragma unroll
+  for (int r = 0; r < kTiles; ++r) {
+    from[r].advance(begin);
+#pragma unroll
+    for (int j = 0; j < kRound; ++j) {
+      if (begin + j < end) from[r].load(ahead[j][r], j, begin + j, a.block_shift);
+    }
+  }
+  fill_byte_table<T>(a.codebook, table);
+  __syncthreads();
+  const LaneTable lane_table(table);
+  const int lane_unit = g * kStepUnits + (2 * t ^ (g & 1));  // of row g; the lane's other unit is at lane_unit ^ 1
+  float sums[kTiles][Columns][4] = {};
+  int slot = 0;
+  for (int first = begin; first < end; first += kRound) {
+#pragma unroll
+    for (int j = 0; j < kRound; ++j) {
+      if (first + j >= end) continue;
+      const StepWeights w[kTiles] = {{lane_table, ahead[j][0]}, {lane_table, ahead[j][1]}};
+      const StepScales scales[kTiles] = {from[0].scales_of(ahead[j][0]), from[1].scales_of(ahead[j][1])};
+#pragma unroll
+      for (int r = 0; r < kTiles; ++r) {
+        if (first + j + kRound < end) from[r].load(ahead[j][r], j + kRound, first + j + kRound, a.block_shift);
+      }
+      if (j == 0) {  // decoding needs no input: warps that are done with the last round begin this one
+        copy_async_wait<kSlots - 2>();
+        __syncthreads();  // this round has arrived, the one before has been read by everyone
+        fill(a, ring + (slot + kSlots - 1) % kSlots * kSlotUnits, first + (kSlots - 1) * kRound, end);
+      }
+#pragma unroll
+      for (int group = 0; group < Columns; group += kGroup) {
+        if (group > 0 && 8 * group >= a.rows) break;
+#pragma unroll
+        for (int c = group; c < group + kGroup; ++c) {
+          const uint4* at = ring + slot * kSlotUnits + (j * Fill::kRows + 8 * c) * kStepUnits;
+          const Activations x = {{at[lane_unit], at[lane_unit ^ 1]}};
+#pragma unroll
+          for (int r = 0; r < kTiles; ++r) multiply_step<T>(w[r], scales[r], x, sums[r][c]);
+        }
+      }
+    }
+#pragma unroll
+    for (int r = 0; r < kTiles; ++r) from[r].advance(kRound);
+    slot = (slot + 1) % kSlots;
+  }
+  copy_async_wait<0>();
+  float* const turned = reinterpret_cast<float*>(ring);
+  const uint32_t n = blockIdx.x * uint32_t(kTiledRows) + threadIdx.x;
+#pragma unroll
+  for (int pass = 0; pass < Columns / kGroup; ++pass) {
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kTiles * kGroup * 4; ++i) {
+      const int r = i / (kGroup * 4), c = i / 4 % kGroup, token = 8 * c + 2 * t + i % 2;
+      turned[token * kTurnedPitch + warp * kWarpRows + 16 * r + g + 8 * (i % 4 / 2)] = sums[r][pass * kGroup + c][i % 4];
+    }
+    __syncthreads();
+    const int first = pass * kGroup * 8, past = first + kGroup * 8 < a.rows ? first + kGroup * 8 : a.rows;
+    if (n >= a.N) continue;
+    for (int token = first; token < past; ++token) {
+      const float sum = turned[(token - first) * kTurnedPitch + threadIdx.x];
+      const int m = a.first + token;
+      if (gridDim.y == 1) {
+        store_sum<T>(a.target, m, n, sum);
+      } else {
+        a.partial[(int64_t(blockIdx.y) * a.M + m) * a.N + n] = sum;
+      }
+    }
+  }
+}
+
+using Kernel = void (*)(TiledArgs);
+struct Choice {
+  Kernel kernel;
+  int columns;
+};
+
+template <class T, bool DQ>
+Choice choose(int rows) {
+  if (rows <= 32) return {linear_tiled_kernel<T, DQ, 4>, 4};
+  if (rows <= 64) return {linear_tiled_kernel<T, DQ, 8>, 8};
+  return {linear_tiled_kernel<T, DQ, 16>, 16};
+}
+
+template <class T>
+cudaError_t launch_as(TiledArgs args, int64_t splits, cudaStream_t stream) {
+  const int64_t tiles = (args.N + kTiledRows - 1) / kTiledRows;
+  for (args.first = 0; args.first < args.M; args.first += args.rows) {
+    args.rows = args.M - args.first < kMostRows ? args.M - args.first : kMostRows;
+    const Choice chosen = is_double_quantized(args.layout.format) ? choose<T, true>(args.rows) : choose<T, false>(args.rows);
+    const cudaError_t error = launch(chosen.kernel, unsigned(tiles), unsigned(splits), kThreads, shared_bytes(chosen.columns), stream, args);
+    if (error != cudaSuccess) return error;
+  }
+  return splits == 1 ? cudaSuccess : add_splits<T>(args.target, args.partial, args.M, splits, stream);
+}
+
+}  // namespace
+
+int64_t linear_tiled_splits(int64_t N, int64_t K) { return tiled_splits(N, K, multiprocessors()); }
+
+cudaError_t launch_linear_tiled(const PackedProduct& p, cudaStream_t stream) {
+  TiledArgs args{};
+  args.input = p.input;
+  args.packed = p.packed;
+  args.target = sum_target(p, p.N);
+  args.partial = p.partial;
+  args.layout = p.layout;
+  args.M = int(p.M);
+  args.N = uint32_t(p.N);
+  args.chunks = int(p.layout.in_features / kSmallChunk);
+  args.chunks_per_split = int((args.chunks + p.splits - 1) / p.splits);
+  args.block_shift = block_shift_of(p.layout);
+  args.codebook = codebook_of(p.layout);
+  return p.dtype == DType::kBFloat16 ? launch_as<BFloat16>(args, p.splits, stream) : launch_as<Float16>(args, p.splits, stream);
+}
+
+}  // namespace halfbyte::cuda
