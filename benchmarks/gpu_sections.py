@@ -107,7 +107,7 @@ def linears(b: Bench) -> None:
             "dequant + cuBLAS": lambda i: F.linear(x, halfbyte.dequantize(packed(i), "nf4", k)),  # noqa: B023
             "bf16 cuBLAS": lambda i: F.linear(x, dense(i)),  # noqa: B023
         }
-        if TILED < m <= 512:
+        if TILED < batch <= 512:
             peers["halfbyte, in pieces"] = pieces(
                 x,
                 TILED,
@@ -139,7 +139,7 @@ def backwards(b: Bench) -> None:
             "halfbyte": lambda i: halfbyte.ops.linear_backward_input(g, packed(i), "nf4", k),  # noqa: B023
             "dequant + cuBLAS": lambda i: g @ halfbyte.dequantize(packed(i), "nf4", k),  # noqa: B023
         }
-        if BACKWARD < m <= 512:
+        if BACKWARD < batch <= 512:
             peers["halfbyte, in pieces"] = pieces(
                 g,
                 BACKWARD,

@@ -1,5 +1,5 @@
-// linear_backward_input for few rows of bf16 or fp16 gradients (linear_route.h: kBackwardM): packed weights go straight into tensor
-// core fragments.
+// linear_backward_input for few rows of bf16 or fp16 gradients (linear_route.h: kBackwardM): packed weights go straight into
+// tensor core fragments.
 //
 // D^T = W^T G^T with mma.m16n8k16, the sum over the N rows of packed. A fragment register wants two rows' values of one column;
 // a byte of packed is two columns of one row. So the nibbles of two rows' words are interleaved first (4 instructions for 16
@@ -62,7 +62,8 @@ struct Step {
 #pragma unroll
     for (int r = 0; r < 4; ++r, row += a.row_bytes) {
       // Groups of rows of grad share L1's copy of the codes.
-      codes[r] = Columns == kGroupColumns ? __ldg(reinterpret_cast<const uint2*>(row + column / 2)) : load_once(row + column / 2);
+      const uint8_t* at = row + column / 2;
+      codes[r] = Columns == kGroupColumns ? __ldg(reinterpret_cast<const uint2*>(at)) : load_once(at);
       const float* scales = reinterpret_cast<const float*>(row + a.scales_offset);
       if constexpr (DQ) step[r] = __ldg(scales), low[r] = __ldg(scales + 1);
       scale[r] = DQ ? __ldg(row + a.code_bytes + block) : __ldg(reinterpret_cast<const uint32_t*>(scales) + block);
@@ -89,7 +90,8 @@ __device__ inline void multiply_step(const LaneTable& table, const Step<DQ, Colu
     uint32_t even[2], odd[2];  // per pair of rows: byte i is column 2 i (or 2 i + 1) of both, the first row in the high nibble
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const uint32_t first = half ? s.codes[2 * r].y : s.codes[2 * r].x, second = half ? s.codes[2 * r + 1].y : s.codes[2 * r + 1].x;
+      const uint2 one = s.codes[2 * r], two = s.codes[2 * r + 1];
+      const uint32_t first = half ? one.y : one.x, second = half ? two.y : two.x;
       even[r] = (first & 0xF0F0F0F0u) | ((second >> 4) & 0x0F0F0F0Fu);
       odd[r] = ((first << 4) & 0xF0F0F0F0u) | (second & 0x0F0F0F0Fu);
     }
@@ -136,7 +138,8 @@ __device__ inline void add_turns(float (&sums)[8][Columns][4], int turns, int tu
 
 // Columns: 1 for M <= 8, 2 for M <= 16; past that kGroupColumns and groups of rows of grad.
 template <class T, bool DQ, int Columns>
-__global__ void __launch_bounds__(kThreads, Columns == kGroupColumns ? 1 : int(kSmallResident)) linear_backward_kernel(const BackwardArgs a) {
+__global__ void __launch_bounds__(kThreads, Columns == kGroupColumns ? 1 : int(kSmallResident))
+    linear_backward_kernel(const BackwardArgs a) {
   __shared__ uint32_t table[kTableWords];
   static_assert(kTableWords >= kThreads / 2 * (Columns < 2 ? 32 : 64));  // add_turns takes the table's place
   const int lane = int(threadIdx.x % 32), warp = int(threadIdx.x / 32), g = lane / 4, t = lane % 4;
@@ -189,7 +192,9 @@ using Kernel = void (*)(BackwardArgs);
 
 template <class T, bool DQ>
 Kernel kernel_for(int M) {
-  return M <= 8 ? linear_backward_kernel<T, DQ, 1> : M <= 16 ? linear_backward_kernel<T, DQ, 2> : linear_backward_kernel<T, DQ, kGroupColumns>;
+  if (M <= 8) return linear_backward_kernel<T, DQ, 1>;
+  if (M <= 16) return linear_backward_kernel<T, DQ, 2>;
+  return linear_backward_kernel<T, DQ, kGroupColumns>;
 }
 
 template <class T>

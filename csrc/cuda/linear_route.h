@@ -18,19 +18,20 @@ struct LinearProblem {
 
 // Largest M of the small kernel: two tensor core tiles of 8 columns.
 constexpr int64_t kSmallM = 16;
-// Largest M of the tiled kernel: move it to where `gpu_check.py --only linears` says that it stops winning over decoding + cuBLAS
-// (it times both at M = 32 .. 256). Put here by arithmetic, for 14336 x 4096 on an H200, bf16 and fp16 alike (fp32 is not taken):
-//   decoding + cuBLAS      41 us (35 at the copy's 4.3 TB/s) + reading 117 MB and multiplying, 21 .. 32 us: 62, 62, 73 at M = 64, 128, 256
-//   tiled, tensor cores    2 M N K / (0.6 * 790e12 flop/s), what mma.sync reaches of cuBLAS: 16, 32, 63 us
-//   + look-ups in line     linear_tiled.cu: 77, 87, 87 % of that: 21, 36, 73 us
-//   + 112 of 132 SMs busy, start, second pass: 28, 47, 93 us
-// So it wins by 2.2 at 64, by 1.3 at 128, and loses at 256; on an A100, where mma.sync has the full rate, the same arithmetic gives
-// 2.2 and 1.4 (157 us to decode and multiply; its waves of CTAs fit these sizes worse).
+// Largest M of the tiled kernel: move it to where `gpu_check.py --only linears` says that it stops winning over decoding +
+// cuBLAS (it times both at M = 32 .. 512). Put here by arithmetic, for 14336 x 4096 on an H200, bf16 and fp16 alike (fp32 is not
+// taken), in us at M = 64, 128, 256:
+//   62, 62, 73  decoding (41; 35 at the copy's 4.3 TB/s) + cuBLAS, which reads 117 MB
+//   16, 32, 63  tiled, tensor cores: 2 M N K / (0.6 * 790e12 flop/s), what mma.sync reaches of cuBLAS' rate
+//   21, 36, 73  + look-ups that nothing overlaps (linear_tiled.cu: 77, 87, 87 %)
+//   28, 47, 93  + 112 of 132 multiprocessors busy, the start, the second pass
+// So it wins by 2.2 at 64, by 1.3 at 128, and loses at 256. On an A100, where mma.sync has the full rate, the same arithmetic gives
+// 2.2 and 1.4 (157 us to decode and multiply; its waves of CTAs fit this size worse).
 constexpr int64_t kTiledM = 128;
-// Largest M of backward's kernel; `gpu_check.py --only backwards` moves it, up to 128. By arithmetic for the same weight: 32 products
-// take 212 instructions (benchmarks/sass_counts.py), about the issue slots that mma.sync leaves: 13 us at M = 64, 25 at 128. What may be
-// slower is L1: some 64 lines and 32 look-ups a warp and step against 106 issue slots of each of its 8 warps, 1.8 times that if
-// nothing overlaps. So 28 us at 64 against 62 for decoding + cuBLAS, and at worst 54 at 128, too close to send there unmeasured.
+// Largest M of backward's kernel; `gpu_check.py --only backwards` moves it, up to 128. By arithmetic for the same weight: a step of
+// 32 products takes 242 instructions (benchmarks/sass_counts.py), about the issue slots that mma.sync leaves: 15 us at M = 64, 29
+// at 128. L1 may be slower: some 64 lines and 32 look-ups of each of 8 warps a step, 768 cycles in line, against 484 of issuing. So
+// at worst 29 us at 64 against 62 for decoding + cuBLAS, but 54 at 128, too close to send there unmeasured.
 constexpr int64_t kBackwardM = 64;
 // Elements that a step of the small kernel reduces over; they must share one scale.
 constexpr int64_t kSmallChunk = 64;

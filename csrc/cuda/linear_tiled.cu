@@ -3,16 +3,16 @@
 //
 //   a CTA: 256 rows of packed (8 warps x 32) x up to 128 rows of input x a range of K (one split)
 //
-// Every weight is read and decoded once (twice past 128 rows), by the lane whose fragment it belongs to. Input goes through
-// shared memory: `cp.async` fills a ring of 4 rounds of 16 KB, a round being 16384 / (128 * columns) steps of 64 elements; 3
-// rounds are in flight while one is multiplied, and one barrier a round separates them. The 16-byte units u of a row's 128
-// bytes lie at u ^ (row & 1): a quarter warp reads units 2 t + h of two rows, which are all 8 units of a line, so that neither
-// these reads nor the fill conflict. Weights are loaded a round ahead into registers: 8 KB a step and CTA.
+// Every weight is read and decoded once, by the lane whose fragment it belongs to. Input goes through shared memory: `cp.async`
+// fills a ring of 4 rounds of 16 KB, a round being 4, 2 or 1 steps of 64 elements for up to 32, 64 or 128 rows; 3 rounds are in
+// flight while one is multiplied, and one barrier a round separates them. Of a row's 128 bytes, the 16-byte unit u lies at
+// u ^ (row & 1): a quarter warp reads units 2 t + h of two rows, which then are all 8 places of a line, so that neither these
+// reads nor the fill conflict. Weights are loaded a round ahead into registers: 8 KB a step and CTA.
 //
-// What limits it, for 256 x 64 weights and 64 (128) rows of input on a multiprocessor of an H100: tensor cores 512 (1024)
-// instructions, 832 (1664) cycles at the 62 % of peak that mma.sync reaches there [Luo et al. 2024, arXiv:2402.13499]; shared
-// memory 256 cycles of look-ups and 512 (1024) of input; each below the other, and behind each other at worst: 77 % (87 %).
-// wgmma would lift the first limit by 1.6.
+// What limits it, for 256 x 64 weights and 64 (128) rows of input on a multiprocessor of an H100: tensor cores with 512 (1024)
+// instructions a quarter of it, 832 (1664) cycles at the 62 % of peak that mma.sync reaches there [Luo et al. 2024,
+// arXiv:2402.13499]; shared memory with 256 cycles of look-ups and 512 (1024) of reading input. Look-ups that nothing overlaps
+// leave 77 % (87 %) of the first; wgmma would lift it by 1.6. Registers allow one CTA: 8 warps a multiprocessor.
 #include "linear_steps.h"
 
 namespace halfbyte::cuda {
@@ -94,7 +94,8 @@ __global__ void __launch_bounds__(kThreads, 1) linear_tiled_kernel(const TiledAr
   const Fill fill(a);
 #pragma unroll
   for (int s = 0; s < kSlots - 1; ++s) fill(a, ring + s * kSlotUnits, begin + s * kRound, end);
-  StepSource<DQ, false> from[kTiles] = {{a.packed, a.layout, a.N, first_row, g, t}, {a.packed, a.layout, a.N, first_row + 16, g, t}};
+  StepSource<DQ, false> from[kTiles] = {{a.packed, a.layout, a.N, first_row, g, t},
+                                        {a.packed, a.layout, a.N, first_row + 16, g, t}};
   Step ahead[kRound][kTiles];
 #pragma unroll
   for (int r = 0; r < kTiles; ++r) {
@@ -186,7 +187,8 @@ cudaError_t launch_as(TiledArgs args, int64_t splits, cudaStream_t stream) {
   for (args.first = 0; args.first < args.M; args.first += args.rows) {
     args.rows = args.M - args.first < kMostRows ? args.M - args.first : kMostRows;
     const Choice chosen = is_double_quantized(args.layout.format) ? choose<T, true>(args.rows) : choose<T, false>(args.rows);
-    const cudaError_t error = launch(chosen.kernel, unsigned(tiles), unsigned(splits), kThreads, shared_bytes(chosen.columns), stream, args);
+    const cudaError_t error = launch(chosen.kernel, unsigned(tiles), unsigned(splits), kThreads, shared_bytes(chosen.columns),
+                                     stream, args);
     if (error != cudaSuccess) return error;
   }
   return splits == 1 ? cudaSuccess : add_splits<T>(args.target, args.partial, args.M, splits, stream);

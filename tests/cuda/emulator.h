@@ -61,7 +61,8 @@ void* dynamic_shared();
 [[noreturn]] void fail_thread(cudaError_t error);
 cudaError_t run(unsigned grid_x, unsigned grid_y, unsigned block, size_t shared_bytes, const std::function<void()>& kernel);
 void set_reversed(bool reversed);             // order in which the fibers of a CTA run
-// The calling thread's cp.async, commit_group and wait_group (PTX ISA 9.7.9.25.3: groups of a thread complete in order).
+// The calling thread's cp.async of 16 bytes (src-size 0: zeros), commit_group and wait_group, by the PTX ISA's sections of these names:
+// wait_group N waits until at most the N last groups are pending and all before them are complete, for this thread alone.
 void copy_async(void* to, const void* from, bool there);
 void copy_async_commit();
 void copy_async_wait(size_t groups);

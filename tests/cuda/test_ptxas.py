@@ -17,7 +17,7 @@ LIMITS = {
     "error_feedback": 80,
     "fp8_linear": 64,
     "int8_linear": 80,
-    "linear_backward": 128,
+    "linear_backward": 255,
     "linear_small": 128,
     "linear_tiled": 255,
     "optimizer": 102,
