@@ -26,7 +26,7 @@ inline constexpr int64_t kStateBlock = 256;  // elements of a row that share one
 // Classes of the encoder: class c holds the magnitudes of one decade, 2^e <= m < 2^(e+1) with e = c (signed) or c + 1
 // (unsigned), where class 0 of the signed map also holds m = 0 and class 7 is the single value 1.0. Inside a class
 // w = a * J[c] + 8/9 lies in [1, 2) and m = trunc(w * 2^e) is the nearest entry, except within a few ulps of a midpoint:
-// there the caller must ask `midpoint` (w's distance to a step is the test, kNearTie).
+// there the caller must ask `midpoint` (w's distance to a step is the test, kTieUlps).
 // Tables of 8 stand there twice: a vector of 16 floats holds them.
 struct alignas(64) DynamicMap {
   float A[16], B[16];    // indexed by (e + 7) & 7: the low bits of the exponent field of float(m)
@@ -34,17 +34,17 @@ struct alignas(64) DynamicMap {
   float P[16];           // 2^c by class
   float above[16];       // a > above[c] means class c + 1: exact boundary of the classes
   float midpoint[257];   // a > midpoint[m] means nearer to m + 1 than to m: largest fp32 not above the exact midpoint
-  float code_offset;     // min(w, below 2) * P[c] + code_offset = 128 + m (signed) or 128 + (m - 1) / 2 (unsigned) and kTieUlps
+  float code_offset;     // min(w, kInsideLastStep) * P[c] + code_offset = 128 + m (signed) or 128 + (m - 1) / 2 (unsigned) and kTieUlps
   int32_t guess_offset;  // class guess: ((bits(a) >> 16) - guess_offset, not below 0) * 153 >> 16 is the class or one less
   int32_t first_exponent;  // e of class 0
   int32_t last;          // m of the value 1.0: 128 or 256
 };
 
-// Ulps of 2^-16 by which the code words of the CPU kernels are shifted up: below twice that lies what needs `midpoint`.
+// Ulps of 2^-16 by which fma(min(w, kInsideLastStep), P[c], code_offset) is shifted up: below twice that, behind the upper 16
+// bits, lies what needs `midpoint`. 1 would do for every float.
 inline constexpr uint32_t kTieUlps = 2;
-
-// |fraction(w * 2^e)| in 2^-32 below which `w` may be on the wrong side of a midpoint: 4 ulps of w at the largest e.
-inline constexpr uint32_t kNearTie = 1u << 18;
+// Above w = 2 lies the gap below the next class, which belongs to this class's last entry: inside of its step, not near the end.
+inline constexpr float kInsideLastStep = 2.0f - 0x1p-8f;
 
 namespace dynamic_map_detail {
 

@@ -10,7 +10,6 @@ namespace {
 
 constexpr uint32_t kInfBits = 0x7F800000u;
 constexpr int kGroup = 4 * kWidth;        // elements that are encoded together
-constexpr float kInsideLastStep = 2.0f - 0x1p-8f;
 template <bool SIGNED>
 constexpr uint32_t kTieLimit = SIGNED ? 2 * kTieUlps : 4 * kTieUlps;  // unsigned words are doubled
 
@@ -36,8 +35,6 @@ inline Ints code_words(Floats a) {
   const Ints guess = class_guess(a, map.guess_offset);
   const Ints c = add_if_greater(guess, a, lookup8(map.above, guess));
   const Floats w = fma(a, lookup8(map.J, c), splat(float(8.0 / 9.0)));
-  // Above 2 lies the gap below the next class, which belongs to this class's last entry: anywhere inside of its step, but
-  // not near the end.
   const Ints word = bits(fma(minimum(w, splat(kInsideLastStep)), lookup8(map.P, c), splat(map.code_offset)));
   return SIGNED ? word : add_ints(word, word);  // half of a code has 7 bits, as a magnitude has
 }
@@ -47,7 +44,7 @@ struct MomentMaxima {
   uint32_t first, second;
 };
 
-// Corrects the codes whose words are near a midpoint. About one group in 80 comes here.
+// Corrects the codes whose words are near a midpoint. Fewer than one group in 80 comes here.
 template <bool SIGNED>
 [[gnu::noinline, gnu::cold]] void settle_ties(const float* x, const float* factors, const float* words, int count,
                                               uint8_t* codes) {
