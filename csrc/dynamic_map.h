@@ -26,19 +26,25 @@ inline constexpr int64_t kStateBlock = 256;  // elements of a row that share one
 // Classes of the encoder: class c holds the magnitudes of one decade, 2^e <= m < 2^(e+1) with e = c (signed) or c + 1
 // (unsigned), where class 0 of the signed map also holds m = 0 and class 7 is the single value 1.0. Inside a class
 // w = a * J[c] + 8/9 lies in [1, 2) and m = trunc(w * 2^e) is the nearest entry, except within a few ulps of a midpoint:
-// there the caller must ask `midpoint` (w's distance to a step is the test, kNearTie).
-struct DynamicMap {
-  float A[8], B[8];      // indexed by (e + 7) & 7: the low bits of the exponent field of float(m)
-  float J[8];            // 1 / (0.9 p) by class
-  float above[8];        // a > above[c] means class c + 1: exact boundary of the classes
+// there the caller must ask `midpoint` (w's distance to a step is the test, kTieUlps).
+// Tables of 8 stand there twice: a vector of 16 floats holds them.
+struct alignas(64) DynamicMap {
+  float A[16], B[16];    // indexed by (e + 7) & 7: the low bits of the exponent field of float(m)
+  float J[16];           // 1 / (0.9 p) by class
+  float P[16];           // 2^c by class
+  float above[16];       // a > above[c] means class c + 1: exact boundary of the classes
   float midpoint[257];   // a > midpoint[m] means nearer to m + 1 than to m: largest fp32 not above the exact midpoint
+  float code_offset;     // min(w, kInsideLastStep) * P[c] + code_offset = 128 + m (signed) or 128 + (m - 1) / 2 (unsigned) and kTieUlps
   int32_t guess_offset;  // class guess: ((bits(a) >> 16) - guess_offset, not below 0) * 153 >> 16 is the class or one less
   int32_t first_exponent;  // e of class 0
   int32_t last;          // m of the value 1.0: 128 or 256
 };
 
-// |fraction(w * 2^e)| in 2^-32 below which `w` may be on the wrong side of a midpoint: 4 ulps of w at the largest e.
-inline constexpr uint32_t kNearTie = 1u << 18;
+// Ulps of 2^-16 by which fma(min(w, kInsideLastStep), P[c], code_offset) is shifted up: below twice that, behind the upper 16
+// bits, lies what needs `midpoint`. 1 would do for every float.
+inline constexpr uint32_t kTieUlps = 2;
+// Above w = 2 lies the gap below the next class, which belongs to this class's last entry: inside of its step, not near the end.
+inline constexpr float kInsideLastStep = 2.0f - 0x1p-8f;
 
 namespace dynamic_map_detail {
 
@@ -71,6 +77,8 @@ constexpr DynamicMap make(bool is_signed) {
   // The remaining slot decodes 1.0: m = 128 alone (signed), or m = 1 -> 0 and m = 256 -> 1, which share it (unsigned).
   map.B[is_signed ? 6 : 7] = is_signed ? 1.0f / 128 : 1.0f / 255;
   map.A[is_signed ? 6 : 7] = is_signed ? 0.0f : -(1.0f / 255);
+  for (int c = 0; c < 8; ++c) map.P[c] = float(1 << c);
+  map.code_offset = (is_signed ? 128.0f : 127.5f) + float(kTieUlps) / 65536.0f;
   for (int m = first; m < map.last; ++m) {
     const double exact = 0.5 * (double(value_of(map, is_signed, m)) + double(value_of(map, is_signed, m + 1)));
     float mid = float(exact);
@@ -85,6 +93,10 @@ constexpr DynamicMap make(bool is_signed) {
   if (is_signed) map.J[0] = float((1.0 - 8.0 / 9.0) / double(map.midpoint[0]));
   // Class 7: a is about 1; w half a step above the class's start, far from any tie.
   map.J[7] = float(1.0 + 0.5 / double(map.last) - 8.0 / 9.0);
+  for (int i = 0; i < 8; ++i) {
+    map.A[i + 8] = map.A[i], map.B[i + 8] = map.B[i], map.above[i + 8] = map.above[i];
+    map.J[i + 8] = map.J[i], map.P[i + 8] = map.P[i];
+  }
   return map;
 }
 

@@ -1,4 +1,5 @@
-// The dynamic map on vectors: decode is two table look-ups and an fma, encode a class look-up, an fma and a truncation.
+// The dynamic map on vectors: decode is two table look-ups and an fma, encode three look-ups and two fmas, the second of which
+// leaves the code in the third byte of its result.
 // Included once per ISA, after optimizer_simd_<isa>.h.
 #pragma once
 
@@ -7,17 +8,16 @@
 namespace halfbyte::cpu::optimizer {
 namespace {
 
-constexpr float kBelowTwo = 1.99999988f;  // the largest float below 2
 constexpr uint32_t kInfBits = 0x7F800000u;
 constexpr int kGroup = 4 * kWidth;        // elements that are encoded together
+template <bool SIGNED>
+constexpr uint32_t kTieLimit = SIGNED ? 2 * kTieUlps : 4 * kTieUlps;  // unsigned words are doubled
 
 // map(code) of first moments.
 inline Floats decode_signed(const uint8_t* codes) {
   const Floats d = int_to_float(sub_ints(load_codes(codes), splat_bits(127)));
   const Ints e = shift_right<23>(bits(d));
-  const Ints sign = bit_and(bits(d), splat_bits(0x80000000u));
-  const Floats a = from_bits(bit_xor(bits(lookup8(kSignedMap.A, e)), sign));
-  return keep_if_nonzero(fma(d, lookup8(kSignedMap.B, e), a), d);
+  return fma_if_nonzero(d, lookup8(kSignedMap.B, e), xor_sign(lookup8(kSignedMap.A, e), d));
 }
 
 // map(code) of second moments.
@@ -27,19 +27,16 @@ inline Floats decode_unsigned(const uint8_t* codes) {
   return fma(m, lookup8(kUnsignedMap.B, e), lookup8(kUnsignedMap.A, e));
 }
 
-// Magnitudes of a >= 0, exact except near midpoints. `nearest_tie` gathers the smallest distance to a step, offset so
-// that below 2 * kNearTie means "ask the exact midpoints".
-inline Ints magnitude(const DynamicMap& map, Floats a, Ints& nearest_tie) {
+// Code words of 0 <= a <= 1.0000001. Bits 16 to 23 are m (signed, 0..128) or m - 1 (unsigned, 0..255; 0 for whatever lies
+// below m = 2), the lower half is the fraction behind it, which is small where a may lie on the other side of a midpoint.
+template <bool SIGNED>
+inline Ints code_words(Floats a) {
+  constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
   const Ints guess = class_guess(a, map.guess_offset);
   const Ints c = add_if_greater(guess, a, lookup8(map.above, guess));
   const Floats w = fma(a, lookup8(map.J, c), splat(float(8.0 / 9.0)));
-  const Ints fraction = shift_left(bits(w), add_ints(c, splat_bits(uint32_t(9 + map.first_exponent))));
-  nearest_tie = minimum_unsigned(nearest_tie, add_ints(fraction, splat_bits(kNearTie)));
-  // [1, 2) * 2^e, by the exponent field. Above 2 lies the gap below the next class, which belongs to this class's last entry.
-  Floats clamped = minimum(w, splat(kBelowTwo));
-  if (map.first_exponent != 0) clamped = maximum(clamped, splat(1.0f));  // positive second moments are at least m = 2
-  const Ints e = map.first_exponent ? add_ints(c, splat_bits(uint32_t(map.first_exponent))) : c;
-  return truncated(from_bits(add_ints(bits(clamped), shift_left<23>(e))));
+  const Ints word = bits(fma(minimum(w, splat(kInsideLastStep)), lookup8(map.P, c), splat(map.code_offset)));
+  return SIGNED ? word : add_ints(word, word);  // half of a code has 7 bits, as a magnitude has
 }
 
 // The largest |moment| of a block, as bits.
@@ -47,14 +44,15 @@ struct MomentMaxima {
   uint32_t first, second;
 };
 
-// Corrects the codes of `count` elements against the exact midpoints. About one group in 200 comes here.
+// Corrects the codes whose words are near a midpoint. Fewer than one group in 80 comes here.
 template <bool SIGNED>
-[[gnu::noinline, gnu::cold]] void settle_ties(const float* x, float factor, uint8_t* codes, int count) {
+[[gnu::noinline, gnu::cold]] void settle_ties(const float* x, const float* factors, const float* words, int count,
+                                              uint8_t* codes) {
   constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
   for (int i = 0; i < count; ++i) {
-    if (!SIGNED && !(x[i] > 0.0f)) continue;
+    if ((float_bits(words[i]) & 0xFFFFu) >= kTieLimit<SIGNED> || (!SIGNED && !(x[i] > 0.0f))) continue;
     const bool negative = float_bits(x[i]) >> 31;
-    const float a = (negative ? -x[i] : x[i]) * factor;
+    const float a = (negative ? -x[i] : x[i]) * factors[i];
     const int low = SIGNED ? 0 : 2, high = SIGNED && negative ? 127 : map.last;
     int m = SIGNED ? (codes[i] < 127 ? 127 - codes[i] : codes[i] - 127) : codes[i] + 1;
     while (m < high && a > map.midpoint[m]) ++m;
@@ -65,40 +63,40 @@ template <bool SIGNED>
 
 // What each of a group's vectors is multiplied with: vectors of one block share it, rows of one vector have their own.
 struct OneFactor {
-  float value;
-  float of(int) const { return value; }
+  Floats value;
+  Floats of(int) const { return value; }
 };
 struct FactorPerVector {
   float value[4];
-  float of(int vector) const { return value[vector]; }
+  Floats of(int vector) const { return splat(value[vector]); }
 };
 
-// Codes of x * factor for VECTORS vectors; writes kGroup bytes, zero after those.
+// Codes of x times the vector's factor for VECTORS vectors; writes kGroup bytes, those after the last vector are unspecified.
 template <bool SIGNED, int VECTORS, class Factor>
 inline void encode_group(const float* x, const Factor& factor, uint8_t* codes) {
-  constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
-  Ints nearest_tie = splat_bits(0xFFFFFFFFu), code[4] = {splat_bits(0), splat_bits(0), splat_bits(0), splat_bits(0)};
+  Ints nearest = splat_bits(0xFFFFFFFFu), words[4] = {nearest, nearest, nearest, nearest};
 #pragma GCC unroll 4
   for (int j = 0; j < VECTORS; ++j) {
     const Floats value = load(x + j * kWidth);
-    if (SIGNED) {
-      const Floats a = mul(from_bits(bit_and(bits(value), splat_bits(0x7FFFFFFFu))), splat(factor.of(j)));
-      const Ints m = magnitude(map, a, nearest_tie);
-      code[j] = add_ints(negate_if_negative(m, value), splat_bits(127));
-    } else {
-      const Ints m = magnitude(map, mul(value, splat(factor.of(j))), nearest_tie);
-      // By the value itself: a positive one whose product underflows is still positive.
-      code[j] = keep_if_positive(sub_ints(m, splat_bits(1)), value);
-    }
+    const Floats magnitude = SIGNED ? from_bits(bit_and(bits(value), splat_bits(0x7FFFFFFFu))) : value;
+    words[j] = code_words<SIGNED>(mul(magnitude, factor.of(j)));
+    nearest = minimum_halves(nearest, words[j]);
   }
-  store_codes(codes, code);
-  if (any_below(nearest_tie, 2 * kNearTie)) [[unlikely]] {
-    for (int j = 0; j < VECTORS; ++j) settle_ties<SIGNED>(x + j * kWidth, factor.of(j), codes + j * kWidth, kWidth);
+  if (SIGNED) store_signed_codes(codes, words, x);
+  else store_unsigned_codes(codes, words, x);
+  if (any_half_below(nearest, kTieLimit<SIGNED>)) [[unlikely]] {
+    alignas(64) float copy[kGroup], factors[kGroup];  // `words` itself would live in memory always, were its address taken
+    for (int j = 0; j < VECTORS; ++j) {
+      store(copy + j * kWidth, from_bits(words[j]));
+      store(factors + j * kWidth, factor.of(j));
+    }
+    settle_ties<SIGNED>(x, factors, copy, VECTORS * kWidth, codes);
   }
 }
 
-// Moments that are not both finite become 0 and leave their block's scales alone; returns the scales' bits. `second` may be null.
-[[gnu::noinline, gnu::cold]] MomentMaxima restart_non_finite(float* first, float* second, int64_t count) {
+// Blocks with moments that are not finite, or negative second ones: where not both are finite they become 0 and leave the
+// block's scales alone. Returns the scales' bits. `second` may be null.
+[[gnu::noinline, gnu::cold]] MomentMaxima restart_unusual(float* first, float* second, int64_t count) {
   MomentMaxima most{};
   for (int64_t i = 0; i < count; ++i) {
     if (!is_finite(first[i]) || (second && !is_finite(second[i]))) {
@@ -108,6 +106,7 @@ inline void encode_group(const float* x, const Factor& factor, uint8_t* codes) {
     const uint32_t a = float_bits(first[i]) & 0x7FFFFFFFu, b = second ? float_bits(second[i]) & 0x7FFFFFFFu : 0;
     if (a > most.first) most.first = a;
     if (b > most.second) most.second = b;
+    if (second && !(second[i] > 0.0f)) second[i] = 0.0f;  // negative ones have the code of 0
   }
   return most;
 }
@@ -128,15 +127,16 @@ inline void encode_block(float* x, int64_t count, uint32_t absmax_bits, uint8_t*
     for (int64_t i = 0; i < round_up(count, kWidth); ++i) x[i] *= 0.25f;
     factor = 1.0f / (*scale * 0.25f);
   }
+  const OneFactor one{splat(factor)};
   int64_t i = 0;
-  for (; i + kGroup <= count; i += kGroup) encode_group<SIGNED, 4>(x + i, OneFactor{factor}, codes + i);
+  for (; i + kGroup <= count; i += kGroup) encode_group<SIGNED, 4>(x + i, one, codes + i);
   if (i < count) {  // rows of a LoRA matrix are one vector or two: encode no more than that
     uint8_t tail[kGroup];
     switch ((count - i + kWidth - 1) / kWidth) {
-      case 1: encode_group<SIGNED, 1>(x + i, OneFactor{factor}, tail); break;
-      case 2: encode_group<SIGNED, 2>(x + i, OneFactor{factor}, tail); break;
-      case 3: encode_group<SIGNED, 3>(x + i, OneFactor{factor}, tail); break;
-      default: encode_group<SIGNED, 4>(x + i, OneFactor{factor}, tail); break;
+      case 1: encode_group<SIGNED, 1>(x + i, one, tail); break;
+      case 2: encode_group<SIGNED, 2>(x + i, one, tail); break;
+      case 3: encode_group<SIGNED, 3>(x + i, one, tail); break;
+      default: encode_group<SIGNED, 4>(x + i, one, tail); break;
     }
     memcpy(codes + i, tail, size_t(count - i));
   }

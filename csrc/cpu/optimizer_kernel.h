@@ -51,9 +51,15 @@ constexpr bool has_second_moment(OptimizerRule rule) {
   return rule == OptimizerRule::kAdamW || rule == OptimizerRule::kAdam;
 }
 
+// The largest |moment| of each lane, as bits.
+struct LaneMaxima {
+  Ints first = splat_bits(0), second = splat_bits(0);
+};
+
 // One vector: returns the new parameter, writes the new moments to first[0..kWidth) and second[0..kWidth).
 template <OptimizerRule RULE, class P, class G>
-inline Floats update_vector(const OptimizerBlock<P, G>& at, const BlockFactors& f, float* first, float* second) {
+inline Floats update_vector(const OptimizerBlock<P, G>& at, const BlockFactors& f, float* first, float* second,
+                            LaneMaxima& most) {
   const Floats param = load_as(at.param);
   Floats grad = mul(load_as(at.grad), f.grad_factor);
   const Floats stored = decode_signed(at.first_codes);
@@ -62,9 +68,11 @@ inline Floats update_vector(const OptimizerBlock<P, G>& at, const BlockFactors& 
   }
   const Floats moment = fma(stored, f.first_keep, mul(grad, f.first_take));
   store(first, moment);
+  most.first = maximum_unsigned(most.first, bit_and(bits(moment), splat_bits(0x7FFFFFFFu)));
   if constexpr (has_second_moment(RULE)) {
     const Floats square = fma(decode_unsigned(at.second_codes), f.second_keep, mul(mul(grad, grad), f.second_take));
     store(second, square);
+    most.second = maximum_unsigned(most.second, bits(square));  // a negative one is above kInfBits
     const Floats update = divide(moment, fma(square_root(square), f.second_factor, f.eps));
     return fma(f.minus_step, update, RULE == OptimizerRule::kAdamW ? mul(param, f.decay) : param);
   } else if constexpr (RULE == OptimizerRule::kLion) {
@@ -80,7 +88,8 @@ inline Floats update_vector(const OptimizerBlock<P, G>& at, const BlockFactors& 
 
 // The last elements of a block, fewer than a vector: on padded copies, zero where there is no element.
 template <OptimizerRule RULE, class P, class G>
-inline Floats update_tail(const OptimizerBlock<P, G>& at, int64_t count, const BlockFactors& f, float* first, float* second) {
+inline Floats update_tail(const OptimizerBlock<P, G>& at, int64_t count, const BlockFactors& f, float* first, float* second,
+                          LaneMaxima& most) {
   P param[kWidth] = {};
   G grad[kWidth] = {};
   uint8_t first_codes[kWidth], second_codes[kWidth] = {};
@@ -89,49 +98,53 @@ inline Floats update_tail(const OptimizerBlock<P, G>& at, int64_t count, const B
   memcpy(grad, at.grad, size_t(count) * sizeof(G));
   memcpy(first_codes, at.first_codes, size_t(count));
   if (has_second_moment(RULE)) memcpy(second_codes, at.second_codes, size_t(count));
-  return update_vector<RULE, P, G>({param, grad, first_codes, second_codes}, f, first, second);
+  return update_vector<RULE, P, G>({param, grad, first_codes, second_codes}, f, first, second, most);
 }
 
 // `count` elements; `index`: global index of the first one.
 template <OptimizerRule RULE, class P, class G>
-void update_block(const OptimizerBlock<P, G>& block, int64_t count, float* first_scale, float* second_scale,
+void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_scale, float* second_scale,
                   const OptimizerScalars& s, uint64_t index) {
   constexpr bool kTwo = has_second_moment(RULE);
   alignas(64) float first[kStateBlock], second[kTwo ? kStateBlock : 1], fresh[kStateBlock];
   // Lion interpolates the same moment twice, with two weights.
   const BlockFactors f(s, *first_scale, kTwo ? *second_scale : *first_scale);
   const bool stochastic = s.stochastic && sizeof(P) == 2;
-  Ints first_max = splat_bits(0), second_max = splat_bits(0);
-  const auto gather_max = [&](int64_t i) {
-    first_max = maximum_unsigned(first_max, bit_and(bits(load(first + i)), splat_bits(0x7FFFFFFFu)));
-    if constexpr (kTwo) second_max = maximum_unsigned(second_max, bit_and(bits(load(second + i)), splat_bits(0x7FFFFFFFu)));
-  };
+  LaneMaxima lanes;
   int64_t i = 0;
-  for (; i + kWidth <= count; i += kWidth) {
-    const OptimizerBlock<P, G> at{block.param + i, block.grad + i, block.first_codes + i, kTwo ? block.second_codes + i : nullptr};
-    const Floats param = update_vector<RULE, P, G>(at, f, first + i, kTwo ? second + i : second);
+  const auto update = [&](int64_t j) {
+    const OptimizerBlock<P, G> at{block.param + j, block.grad + j, block.first_codes + j, kTwo ? block.second_codes + j : nullptr};
+    return update_vector<RULE, P, G>(at, f, first + j, kTwo ? second + j : second, lanes);
+  };
+  for (; i + 2 * kWidth <= count; i += 2 * kWidth) {
+    const Floats low = update(i), high = update(i + kWidth);
     if (stochastic) {
-      store(fresh + i, param);
+      store(fresh + i, low);
+      store(fresh + i + kWidth, high);
     } else {
-      store_as(at.param, param);
+      store_pair_as(block.param + i, low, high);
     }
-    gather_max(i);
+  }
+  if (i + kWidth <= count) {
+    const Floats param = update(i);
+    if (stochastic) store(fresh + i, param);
+    else store_as(block.param + i, param);
+    i += kWidth;
   }
   if (i < count) {
     const OptimizerBlock<P, G> at{block.param + i, block.grad + i, block.first_codes + i, kTwo ? block.second_codes + i : nullptr};
-    const Floats param = update_tail<RULE, P, G>(at, count - i, f, first + i, kTwo ? second + i : second);
+    const Floats param = update_tail<RULE, P, G>(at, count - i, f, first + i, kTwo ? second + i : second, lanes);
     store(fresh + i, param);
     if (!stochastic) {
       P rounded[kWidth];
       store_as(rounded, param);
       memcpy(at.param, rounded, size_t(count - i) * sizeof(P));
     }
-    gather_max(i);
   }
   if (stochastic) round_stochastic(fresh, count, index, s.seed, s.step, block.param);
-  MomentMaxima most{largest(first_max), largest(second_max)};
+  MomentMaxima most{largest(lanes.first), largest(lanes.second)};
   if (most.first >= kInfBits || most.second >= kInfBits) [[unlikely]]
-    most = restart_non_finite(first, kTwo ? second : nullptr, count);
+    most = restart_unusual(first, kTwo ? second : nullptr, count);
   encode_block<true>(first, count, most.first, block.first_codes, first_scale);
   if constexpr (kTwo) encode_block<false>(second, count, most.second, block.second_codes, second_scale);
 }
@@ -152,31 +165,26 @@ int64_t update_narrow(const OptimizerTensor& t, const OptimizerScalars& s, int64
                                      kTwo ? t.codes[1] + start : nullptr};
     float* const first_scale = t.scales[0] + begin;
     float* const second_scale = kTwo ? t.scales[1] + begin : first_scale;
-    Ints first_max[kRows], second_max[kRows];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) first_max[r] = second_max[r] = splat_bits(0);
+    LaneMaxima lanes[kRows];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
       const int r = j / V, i = j * kWidth;
       f.first_keep = splat(first_scale[r] * s.first_keep);
       f.second_keep = splat(second_scale[r] * s.second_keep);
       const OptimizerBlock<P, G> at{block.param + i, block.grad + i, block.first_codes + i, kTwo ? block.second_codes + i : nullptr};
-      const Floats param = update_vector<RULE, P, G>(at, f, first + i, kTwo ? second + i : second);
+      const Floats param = update_vector<RULE, P, G>(at, f, first + i, kTwo ? second + i : second, lanes[r]);
       if (stochastic) store(fresh + i, param);
       else store_as(at.param, param);
-      first_max[r] = maximum_unsigned(first_max[r], bit_and(bits(load(first + i)), splat_bits(0x7FFFFFFFu)));
-      if constexpr (kTwo)
-        second_max[r] = maximum_unsigned(second_max[r], bit_and(bits(load(second + i)), splat_bits(0x7FFFFFFFu)));
     }
     if (stochastic) round_stochastic(fresh, kGroup, t.element_offset + uint64_t(start), s.seed, s.step, block.param);
     uint32_t first_bits[kRows], second_bits[kRows];
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      first_bits[r] = largest(first_max[r]);
-      second_bits[r] = largest(second_max[r]);
+      first_bits[r] = largest(lanes[r].first);
+      second_bits[r] = largest(lanes[r].second);
       if (first_bits[r] >= kInfBits || second_bits[r] >= kInfBits) [[unlikely]] {
         const int at = r * V * kWidth;
-        const MomentMaxima most = restart_non_finite(first + at, kTwo ? second + at : nullptr, V * kWidth);
+        const MomentMaxima most = restart_unusual(first + at, kTwo ? second + at : nullptr, V * kWidth);
         first_bits[r] = most.first;
         second_bits[r] = most.second;
       }

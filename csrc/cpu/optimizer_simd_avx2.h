@@ -24,17 +24,30 @@ inline Floats load_as(const BFloat16* p) {
 }
 inline Floats load_as(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 inline void store_as(float* p, Floats x) { _mm256_storeu_ps(p, x); }
+// bf16 in the lower half of each lane: to nearest even, NaN quiet.
+inline __m256i to_bfloat16(Floats x) {
+  const __m256i b = _mm256_castps_si256(x), upper = _mm256_srli_epi32(b, 16);
+  const __m256i even = _mm256_and_si256(upper, _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(b, _mm256_add_epi32(even, _mm256_set1_epi32(0x7FFF))), 16);
+  const __m256i quiet = _mm256_or_si256(upper, _mm256_set1_epi32(0x40));
+  return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
 inline void store_as(BFloat16* p, Floats x) {
-  const __m256i b = _mm256_castps_si256(x);
-  const __m256i even = _mm256_and_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(1));
-  __m256i rounded = _mm256_srli_epi32(_mm256_add_epi32(b, _mm256_add_epi32(even, _mm256_set1_epi32(0x7FFF))), 16);
-  const __m256i quiet = _mm256_or_si256(_mm256_srli_epi32(b, 16), _mm256_set1_epi32(0x40));
-  rounded = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
-  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(rounded, rounded), 0x08);
+  const __m256i half = to_bfloat16(x);
+  const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(half, half), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+}
+inline void store_pair_as(BFloat16* p, Floats a, Floats b) {
+  const __m256i packed = _mm256_packus_epi32(to_bfloat16(a), to_bfloat16(b));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
 }
 inline void store_as(Float16* p, Floats x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+template <class T>
+inline void store_pair_as(T* p, Floats a, Floats b) {
+  store_as(p, a);
+  store_as(p + kWidth, b);
 }
 
 inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
@@ -47,43 +60,40 @@ inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Ints bits(Floats a) { return _mm256_castps_si256(a); }
 inline Floats from_bits(Ints a) { return _mm256_castsi256_ps(a); }
 inline Floats int_to_float(Ints a) { return _mm256_cvtepi32_ps(a); }
-inline Ints truncated(Floats a) { return _mm256_cvttps_epi32(a); }
 inline Ints bit_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline Ints bit_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
 inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
 inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
-inline Ints shift_left(Ints a, Ints by) { return _mm256_sllv_epi32(a, by); }
-template <int BY>
-inline Ints shift_left(Ints a) {
-  return _mm256_slli_epi32(a, BY);
-}
 template <int BY>
 inline Ints shift_right(Ints a) {
   return _mm256_srli_epi32(a, BY);
 }
 inline Ints maximum_unsigned(Ints a, Ints b) { return _mm256_max_epu32(a, b); }
-inline Ints minimum_unsigned(Ints a, Ints b) { return _mm256_min_epu32(a, b); }
+inline Ints minimum_halves(Ints a, Ints b) { return _mm256_min_epu16(a, b); }
+inline bool any_below(Ints a, uint32_t limit) {
+  const __m256i below = _mm256_cmpeq_epi32(_mm256_min_epu32(a, splat_bits(limit - 1)), a);
+  return !_mm256_testz_si256(below, below);
+}
+inline bool any_half_below(Ints a, uint32_t limit) {
+  const __m256i below = _mm256_cmpeq_epi16(_mm256_min_epu16(a, _mm256_set1_epi16(int16_t(limit - 1))), a);
+  return !_mm256_testz_si256(below, below);
+}
 inline uint32_t largest(Ints a) {
   __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4E));
   x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0xB1));
   return uint32_t(_mm_cvtsi128_si32(x));
 }
-inline bool any_below(Ints a, uint32_t limit) {
-  const __m256i below = _mm256_cmpeq_epi32(_mm256_min_epu32(a, splat_bits(limit - 1)), a);
-  return !_mm256_testz_si256(below, below);
-}
 
 inline Floats lookup8(const float* table, Ints index) { return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index); }
+inline Floats xor_sign(Floats a, Floats test) {
+  return _mm256_xor_ps(a, _mm256_and_ps(test, _mm256_set1_ps(-0.0f)));
+}
+inline Floats fma_if_nonzero(Floats test, Floats b, Floats c) {
+  return _mm256_and_ps(fma(test, b, c), _mm256_cmp_ps(test, _mm256_setzero_ps(), _CMP_NEQ_UQ));
+}
 inline Floats keep_if_nonzero(Floats a, Floats test) {
   return _mm256_and_ps(a, _mm256_cmp_ps(test, _mm256_setzero_ps(), _CMP_NEQ_UQ));
-}
-inline Ints keep_if_positive(Ints a, Floats test) {
-  return _mm256_and_si256(a, _mm256_castps_si256(_mm256_cmp_ps(test, _mm256_setzero_ps(), _CMP_GT_OQ)));
-}
-inline Ints negate_if_negative(Ints a, Floats test) {
-  // vpsignd negates where its second operand is negative and zeroes where it is 0; | 1 keeps the sign and never is 0.
-  return _mm256_sign_epi32(a, _mm256_or_si256(_mm256_castps_si256(test), _mm256_set1_epi32(1)));
 }
 inline Floats if_greater(Floats x, Floats y, Floats a, Floats b) {
   return _mm256_blendv_ps(b, a, _mm256_cmp_ps(x, y, _CMP_GT_OQ));
@@ -100,11 +110,37 @@ inline Ints class_guess(Floats a, int32_t offset) {
 inline Ints load_codes(const uint8_t* p) {
   return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
 }
-// Integers saturated to 0..255.
-inline void store_codes(uint8_t* p, const Ints (&a)[4]) {
-  const __m256i bytes = _mm256_packus_epi16(_mm256_packs_epi32(a[0], a[1]), _mm256_packs_epi32(a[2], a[3]));
+// The upper halves of 4 vectors' lanes, as packs leaves them: in pairs, order mixed by 128 bits.
+struct Halves {
+  __m256i low, high;
+};
+inline Halves upper_halves(const Ints (&words)[4]) {
+  const auto upper = [](__m256i a, __m256i b) { return _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16)); };
+  return {upper(words[0], words[1]), upper(words[2], words[3])};
+}
+// 1 for positive, 0 for zero and -1 for negative floats, in the same order: saturation turns their bits into the largest
+// and the smallest 16-bit number.
+inline Halves signs(const float* x) {
+  return {_mm256_packs_epi32(bits(load(x)), bits(load(x + 8))), _mm256_packs_epi32(bits(load(x + 16)), bits(load(x + 24)))};
+}
+inline void store_mixed(uint8_t* p, __m256i bytes) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+}
+inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
+  const Halves upper = upper_halves(words), sign = signs(x);
+  const auto code = [](__m256i half, __m256i test) {
+    const __m256i m = _mm256_sub_epi16(half, _mm256_set1_epi16(0x4300));  // 128.0
+    return _mm256_add_epi16(_mm256_sign_epi16(m, test), _mm256_set1_epi16(127));
+  };
+  store_mixed(p, _mm256_packus_epi16(code(upper.low, sign.low), code(upper.high, sign.high)));
+}
+inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
+  const Halves upper = upper_halves(words), sign = signs(x);
+  const __m256i low_byte = _mm256_set1_epi16(0xFF);
+  const __m256i code = _mm256_packus_epi16(_mm256_and_si256(upper.low, low_byte), _mm256_and_si256(upper.high, low_byte));
+  const __m256i least = _mm256_min_epu8(_mm256_packs_epi16(sign.low, sign.high), _mm256_set1_epi8(1));
+  store_mixed(p, _mm256_max_epu8(code, least));
 }
 
 }  // namespace

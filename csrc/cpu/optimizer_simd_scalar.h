@@ -23,6 +23,11 @@ template <class T>
 inline void store_as(T* p, Floats x) {
   *p = from_float<T>(x);
 }
+template <class T>
+inline void store_pair_as(T* p, Floats a, Floats b) {
+  store_as(p, a);
+  store_as(p + 1, b);
+}
 
 inline Floats add(Floats a, Floats b) { return a + b; }
 inline Floats mul(Floats a, Floats b) { return a * b; }
@@ -34,33 +39,32 @@ inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 inline Ints bits(Floats a) { return float_bits(a); }
 inline Floats from_bits(Ints a) { return bits_float(a); }
 inline Floats int_to_float(Ints a) { return float(int32_t(a)); }
-inline Ints truncated(Floats a) { return uint32_t(int32_t(a)); }
 inline Ints bit_and(Ints a, Ints b) { return a & b; }
 inline Ints bit_xor(Ints a, Ints b) { return a ^ b; }
 inline Ints add_ints(Ints a, Ints b) { return a + b; }
 inline Ints sub_ints(Ints a, Ints b) { return a - b; }
-inline Ints shift_left(Ints a, Ints by) { return a << by; }
-template <int BY>
-inline Ints shift_left(Ints a) {
-  return a << BY;
-}
 template <int BY>
 inline Ints shift_right(Ints a) {
   return a >> BY;
 }
 inline Ints maximum_unsigned(Ints a, Ints b) { return a > b ? a : b; }
-inline Ints minimum_unsigned(Ints a, Ints b) { return a < b ? a : b; }
-inline uint32_t largest(Ints a) { return a; }
+// The smaller ones of the upper and of the lower 16 bits.
+inline Ints minimum_halves(Ints a, Ints b) {
+  const Ints low = (a & 0xFFFFu) < (b & 0xFFFFu) ? a : b, high = a >> 16 < b >> 16 ? a : b;
+  return (high & 0xFFFF0000u) | (low & 0xFFFFu);
+}
 inline bool any_below(Ints a, uint32_t limit) { return a < limit; }
+inline bool any_half_below(Ints a, uint32_t limit) { return (a & 0xFFFFu) < limit || a >> 16 < limit; }
+inline uint32_t largest(Ints a) { return a; }
 
 // table[index & 7]
 inline Floats lookup8(const float* table, Ints index) { return table[index & 7u]; }
+// a with its sign flipped where that of test is set
+inline Floats xor_sign(Floats a, Floats test) { return bits_float(float_bits(a) ^ (float_bits(test) & 0x80000000u)); }
+// test * b + c, or 0 where test is 0
+inline Floats fma_if_nonzero(Floats test, Floats b, Floats c) { return test != 0.0f ? fmaf(test, b, c) : 0.0f; }
 // test != 0 or NaN ? a : 0
 inline Floats keep_if_nonzero(Floats a, Floats test) { return test != 0.0f ? a : 0.0f; }
-// test > 0 ? a : 0
-inline Ints keep_if_positive(Ints a, Floats test) { return test > 0.0f ? a : 0u; }
-// test < 0 (by its sign bit) ? -a : a
-inline Ints negate_if_negative(Ints a, Floats test) { return float_bits(test) >> 31 ? 0u - a : a; }
 // x > y ? a : b
 inline Floats if_greater(Floats x, Floats y, Floats a, Floats b) { return x > y ? a : b; }
 // a + (x > y)
@@ -72,9 +76,18 @@ inline Ints class_guess(Floats a, int32_t offset) {
 }
 
 inline Ints load_codes(const uint8_t* p) { return *p; }
-// Integers saturated to 0..255.
-inline void store_codes(uint8_t* p, const Ints (&a)[4]) {
-  for (int i = 0; i < 4; ++i) p[i] = int32_t(a[i]) < 0 ? uint8_t(0) : uint8_t(a[i] > 255u ? 255u : a[i]);
+// Codes of words as code_words() makes them and of the values x they were made from (only signs and zeros of those count).
+inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
+  for (int i = 0; i < 4; ++i) {
+    const int m = int((words[i] >> 16) & 0xFFu), code = float_bits(x[i]) >> 31 ? 127 - m : 127 + m;
+    p[i] = uint8_t(code < 0 ? 0 : code);
+  }
+}
+inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
+  for (int i = 0; i < 4; ++i) {
+    const uint8_t code = uint8_t(words[i] >> 16), least = x[i] > 0.0f;
+    p[i] = code > least ? code : least;
+  }
 }
 
 }  // namespace

@@ -94,11 +94,11 @@ __device__ inline uint32_t narrow_stochastic(float v, uint32_t dtype, uint32_t r
   return dtype == uint32_t(DType::kBFloat16) ? round_stochastic_bfloat16(v, random) : round_stochastic_float16(v, random);
 }
 
-__device__ inline void store_params(const TableEntry& t, int64_t start, int count, const OptimizerScalars& s,
-                                    const float (&values)[kUnit]) {
-  if (t.param_dtype == uint8_t(DType::kFloat32)) {
+__device__ inline void store_params(const TableEntry& t, uint32_t dtype, int64_t start, int count, bool vector,
+                                    const OptimizerScalars& s, const float (&values)[kUnit]) {
+  if (dtype == uint32_t(DType::kFloat32)) {
     float* p = static_cast<float*>(t.param) + start;
-    if (t.vector && count == kUnit) {
+    if (vector && count == kUnit) {
       reinterpret_cast<float4*>(p)[0] = make_float4(values[0], values[1], values[2], values[3]);
       reinterpret_cast<float4*>(p)[1] = make_float4(values[4], values[5], values[6], values[7]);
       return;
@@ -118,14 +118,14 @@ __device__ inline void store_params(const TableEntry& t, int64_t start, int coun
 #pragma unroll
     for (int i = 0; i < int(kUnit); ++i) {
       const uint32_t at = uint32_t(index % 8) + unsigned(i);
-      word[i / 2] |= narrow_stochastic(values[i], t.param_dtype, at < 8 ? random16(now, at) : random16(next, at % 8)) << (16 * (i % 2));
+      word[i / 2] |= narrow_stochastic(values[i], dtype, at < 8 ? random16(now, at) : random16(next, at % 8)) << (16 * (i % 2));
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < int(kUnit) / 2; ++i) word[i] = narrow(values[2 * i], values[2 * i + 1], t.param_dtype);
+    for (int i = 0; i < int(kUnit) / 2; ++i) word[i] = narrow(values[2 * i], values[2 * i + 1], dtype);
   }
   uint16_t* p = static_cast<uint16_t*>(t.param) + start;
-  if (t.vector && count == kUnit) {
+  if (vector && count == kUnit) {
     *reinterpret_cast<uint4*>(p) = make_uint4(word[0], word[1], word[2], word[3]);
     return;
   }
@@ -143,53 +143,62 @@ __device__ inline uint32_t group_max(uint32_t value, uint32_t lanes) {
 }
 
 template <bool SIGNED>
-__device__ inline Codes encode_unit(const ClassTables& tables, const float (&values)[kUnit], const BlockEncoder& block) {
-  uint32_t code[kUnit];
-  encode_moments<SIGNED>(tables, kMaps[SIGNED ? 0 : 1].midpoint, block, values, code);
+__device__ inline Codes encode_unit(const ClassLookup& classes, const float (&values)[kUnit], const BlockEncoder& block) {
   Codes codes{{0, 0}};
-#pragma unroll
-  for (int i = 0; i < int(kUnit); ++i) codes.word[i / 4] |= code[i] << (8 * (i % 4));
+  encode_moments<SIGNED>(classes, kMaps[SIGNED ? 0 : 1].midpoint, block, values, codes.word);
   return codes;
 }
 
-template <OptimizerRule RULE>
-__device__ inline void update_task(const TableEntry& t, uint32_t task, const ClassTables* classes, const ByteTable (&values)[2],
+template <OptimizerRule RULE, bool PLAIN>
+__device__ inline void update_task(const TableEntry& t, uint32_t task, const ClassLookup (&classes)[2], const ByteTable (&values)[2],
                                    const OptimizerScalars& s) {
   constexpr bool kTwo = RULE == OptimizerRule::kAdamW || RULE == OptimizerRule::kAdam;
-  const uint32_t lane = threadIdx.x % 32, lanes = t.lanes;
-  const uint32_t block = task * (32 / lanes) + lane / lanes;  // below 2^31 + 32
-  const bool present = block < t.blocks;
-  const uint32_t row = t.blocks_per_row.quotient(present ? block : 0);
-  const int64_t column = (present ? block - row * t.blocks_per_row.divisor : 0) * kStateBlock + lane % lanes * kUnit;
-  const int64_t start = row * t.row_length + column, left = t.row_length - column;
-  const int count = !present || left <= 0 ? 0 : left < kUnit ? int(left) : int(kUnit);
+  constexpr uint32_t kBF16 = uint32_t(DType::kBFloat16);
+  const uint32_t param_dtype = PLAIN ? kBF16 : t.param_dtype, grad_dtype = PLAIN ? kBF16 : t.grad_dtype;
+  const bool vector = PLAIN || t.access != Access::kElements;
+  const uint32_t lane = threadIdx.x % 32, lanes = PLAIN ? 32 : 1u << t.log2_lanes;
+  const uint32_t block = PLAIN ? task : (task << (5 - t.log2_lanes)) + (lane >> t.log2_lanes);  // below 2^31 + 32
+  const bool present = PLAIN || block < t.blocks;
+  int64_t start = int64_t(uint64_t(task * 32 + lane) * kUnit);
+  int count = kUnit;
+  if constexpr (!PLAIN) {
+    const uint32_t row = t.blocks_per_row.quotient(present ? block : 0);
+    const int64_t column = (present ? block - row * t.blocks_per_row.divisor : 0) * kStateBlock + (lane & (lanes - 1)) * kUnit;
+    const int64_t left = t.row_length - column;
+    start = row * t.row_length + column;
+    count = !present || left <= 0 ? 0 : left < kUnit ? int(left) : int(kUnit);
+  }
 
   float param[kUnit], grad[kUnit], first[kUnit], second[kUnit];
-  load_unit(t.param, t.param_dtype, start, count, t.vector, param);
-  load_unit(t.grad, t.grad_dtype, start, count, t.vector, grad);
-  const Codes first_codes = load_codes(t.codes[0] + start, count, t.vector, 127);
-  const Codes second_codes = kTwo ? load_codes(t.codes[1] + start, count, t.vector, 0) : Codes{{0, 0}};
+  load_unit(t.param, param_dtype, start, count, vector, param);
+  load_unit(t.grad, grad_dtype, start, count, vector, grad);
+  const Codes first_codes = load_codes(t.codes[0] + start, count, vector, 127);
+  const Codes second_codes = kTwo ? load_codes(t.codes[1] + start, count, vector, 0) : Codes{{0, 0}};
   const float first_scale = present ? t.scales[0][block] : 0.0f;
   const float second_scale = kTwo && present ? t.scales[1][block] : 0.0f;
 
+  // Lion interpolates the same moment twice, with two weights.
+  const BlockScalars b = block_scalars(s, first_scale, kTwo ? second_scale : first_scale);
   uint32_t first_max = 0, second_max = 0;
 #pragma unroll
   for (int i = 0; i < int(kUnit); ++i) {
-    const Updated u = update_element<RULE>(s, param[i], grad[i], values[0].at(first_codes.word[i / 4], i % 4), first_scale,
-                                           kTwo ? values[1].at(second_codes.word[i / 4], i % 4) : 0.0f, second_scale);
+    const Updated u = update_element<RULE>(b, param[i], grad[i], values[0].at(first_codes.word[i / 4], i % 4),
+                                           kTwo ? values[1].at(second_codes.word[i / 4], i % 4) : 0.0f);
     param[i] = u.param;
     first[i] = u.first;
     second[i] = u.second;
     first_max = max(first_max, float_bits(u.first) & 0x7FFFFFFFu);
-    if (kTwo) second_max = max(second_max, float_bits(u.second) & 0x7FFFFFFFu);
+    if (kTwo) second_max = max(second_max, float_bits(u.second));
   }
-  if (max(first_max, second_max) >= 0x7F800000u) {  // rare: some are not finite
+  if constexpr (kTwo) step_by_moments<RULE>(b, first, second, first_max, second_max, param);
+  if (max(first_max, second_max) >= 0x7F800000u) {  // rare: some are not finite, or second ones negative
     first_max = second_max = 0;
 #pragma unroll
     for (int i = 0; i < int(kUnit); ++i) {
       restart_unless_finite(first[i], second[i]);
       first_max = max(first_max, float_bits(first[i]) & 0x7FFFFFFFu);
       if (kTwo) second_max = max(second_max, float_bits(second[i]) & 0x7FFFFFFFu);
+      if (kTwo && !(second[i] > 0.0f)) second[i] = 0.0f;  // negative ones have the code of 0
     }
   }
   __syncwarp();
@@ -197,14 +206,22 @@ __device__ inline void update_task(const TableEntry& t, uint32_t task, const Cla
   if (kTwo) second_max = group_max(second_max, lanes);
   if (count == 0) return;
 
-  store_params(t, start, count, s, param);
+  if (max(first_max, second_max) > kLargestScale) {  // rare
+    const float first_part = first_max > kLargestScale ? 0.25f : 1.0f, second_part = second_max > kLargestScale ? 0.25f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < int(kUnit); ++i) {
+      first[i] = mul_ftz(first[i], first_part);
+      if (kTwo) second[i] = mul_ftz(second[i], second_part);
+    }
+  }
+  store_params(t, param_dtype, start, count, vector, s, param);
   const BlockEncoder first_block = block_encoder(first_max);
-  store_codes(t.codes[0] + start, encode_unit<true>(classes[0], first, first_block), count, t.vector);
-  if (lane % lanes == 0) t.scales[0][block] = first_block.scale;
+  store_codes(t.codes[0] + start, encode_unit<true>(classes[0], first, first_block), count, vector);
+  if ((lane & (lanes - 1)) == 0) t.scales[0][block] = first_block.scale;
   if constexpr (kTwo) {
     const BlockEncoder second_block = block_encoder(second_max);
-    store_codes(t.codes[1] + start, encode_unit<false>(classes[1], second, second_block), count, t.vector);
-    if (lane % lanes == 0) t.scales[1][block] = second_block.scale;
+    store_codes(t.codes[1] + start, encode_unit<false>(classes[1], second, second_block), count, vector);
+    if ((lane & (lanes - 1)) == 0) t.scales[1][block] = second_block.scale;
   }
 }
 
@@ -225,23 +242,30 @@ __device__ inline int find_entry(const OptimizerTable& table, uint32_t task) {
 template <OptimizerRule RULE>
 __global__ void __launch_bounds__(kThreads, kResident)
     optimizer_kernel(const __grid_constant__ OptimizerTable table, const OptimizerHyper hyper, const OptimizerInputs inputs) {
-  __shared__ ClassTables classes[2];
+  __shared__ ClassTables class_tables[2];
   __shared__ float decoded[2][256];
   __shared__ OptimizerScalars scalars[kWarps];  // of the step count that each warp works with
   for (uint32_t i = threadIdx.x; i < 256; i += kThreads) {
     decoded[0][i] = decode_signed(kMaps[0], i);
     decoded[1][i] = decode_unsigned(kMaps[1], i);
-    fill_classes(classes[i / kExponents], kMaps[i / kExponents], i % kExponents);
+    fill_classes(class_tables[i / kExponents], kMaps[i / kExponents], i % kExponents);
   }
   __syncthreads();
+  const ClassLookup classes[2] = {ClassLookup(class_tables[0]), ClassLookup(class_tables[1])};
   const ByteTable values[2] = {ByteTable(decoded[0]), ByteTable(decoded[1])};
   if (inputs.found_inf && *inputs.found_inf != 0.0f) return;
   const double lr = inputs.lr ? double(*inputs.lr) : hyper.lr;
   const double grad_scale = inputs.grad_scale ? double(*inputs.grad_scale) : 1.0;
   const uint32_t warp = threadIdx.x / 32;
   float known_step = bits_float(kNaNBits);  // differs from everything
+  int entry = 0;
+  uint32_t entry_end = 0;  // the first task after the entry's
   for (uint32_t task = blockIdx.x * kWarps + warp; task < table.tasks; task += gridDim.x * kWarps) {
-    const TableEntry& t = table.entry[find_entry(table, task)];
+    if (task >= entry_end) {
+      entry = find_entry(table, task);
+      entry_end = entry + 1 < table.entries ? table.entry[entry + 1].first_task : table.tasks;
+    }
+    const TableEntry& t = table.entry[entry];
     const float step = *t.step;
     if (step != known_step) {
       HALFBYTE_DEVICE_ASSERT(step >= 1.0f && step <= 0x1p24f && "halfbyte: steps must be from 1 to 2^24");
@@ -250,7 +274,8 @@ __global__ void __launch_bounds__(kThreads, kResident)
       __syncwarp();
       known_step = step;
     }
-    update_task<RULE>(t, task - t.first_task, classes, values, scalars[warp]);
+    if (t.access == Access::kPlain) update_task<RULE, true>(t, task - t.first_task, classes, values, scalars[warp]);
+    else update_task<RULE, false>(t, task - t.first_task, classes, values, scalars[warp]);
   }
 }
 

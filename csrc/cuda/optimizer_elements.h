@@ -29,12 +29,30 @@ __device__ inline float sqrt_ftz(float a) {
   asm("sqrt.rn.ftz.f32 %0, %1;" : "=f"(r) : "f"(a));
   return r;
 }
+// Square root and quotient without the branches that division and root have for extreme numbers: correctly rounded, by the same
+// steps as those take, for numbers `in_range` below.
+__device__ inline float sqrt_in_range(float a) {
+  float y;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(a));
+  y = fminf(y, 0x1p126f);  // so that the root of 0 is 0
+  const float root = mul_ftz(a, y);
+  return fma_ftz(fma_ftz(-root, root, a), mul_ftz(y, 0.5f), root);
+}
+__device__ inline float div_in_range(float a, float b) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(b));
+  r = fma_ftz(r, fma_ftz(-b, r, 1.0f), r);
+  const float quotient = mul_ftz(a, r);
+  return fma_ftz(r, fma_ftz(-b, quotient, a), quotient);
+}
 #else
 inline float flush(float v) { return (float_bits(v) & 0x7F800000u) == 0 ? bits_float(float_bits(v) & 0x80000000u) : v; }
 HALFBYTE_HD inline float mul_ftz(float a, float b) { return flush(flush(a) * flush(b)); }
 HALFBYTE_HD inline float fma_ftz(float a, float b, float c) { return flush(__builtin_fmaf(flush(a), flush(b), flush(c))); }
 HALFBYTE_HD inline float div_ftz(float a, float b) { return flush(flush(a) / flush(b)); }
 HALFBYTE_HD inline float sqrt_ftz(float a) { return __builtin_sqrtf(flush(a)); }
+HALFBYTE_HD inline float sqrt_in_range(float a) { return sqrt_ftz(a); }
+HALFBYTE_HD inline float div_in_range(float a, float b) { return div_ftz(a, b); }
 #endif
 
 // ---- the dynamic map (dynamic_map.h) ----
@@ -53,123 +71,201 @@ HALFBYTE_HD inline float decode_unsigned(const DynamicMap& map, uint32_t code) {
 }
 
 // The encoder's classes by the exponent of a magnitude, which is at most about 1: a power of two to the next holds one boundary
-// of classes at most. Neighbouring exponents lie in neighbouring banks.
+// of classes at most, and what lies above it has the class that the next exponent starts with. Neighbouring exponents lie in
+// neighbouring banks.
 constexpr int kExponents = 128;
-struct ClassTables {
-  float above[kExponents];      // a > above: the class after `first`
-  float J[2][kExponents];       // of the class `first`, and of the one after it
-  uint32_t first[kExponents];
+struct alignas(8) ClassStep {
+  float J, P;  // dynamic_map.h
+};
+struct alignas(2048) ClassTables {
+  ClassStep step[kExponents];                           // of the class that the exponent starts with
+  struct alignas(8) { float value; } above[kExponents]; // a > above: that of the next exponent
 };
 HALFBYTE_HD inline void fill_classes(ClassTables& tables, const DynamicMap& map, uint32_t exponent) {
   uint32_t c = 0;
   while (c < 7 && bits_float(exponent << 23) > map.above[c]) ++c;
   const bool ends = c < 7 && (float_bits(map.above[c]) >> 23) == exponent;
-  tables.above[exponent] = ends ? map.above[c] : 3e38f;
-  tables.J[0][exponent] = map.J[c];
-  tables.J[1][exponent] = map.J[ends ? c + 1 : c];
-  tables.first[exponent] = c;
+  tables.above[exponent].value = ends ? map.above[c] : 3e38f;
+  tables.step[exponent] = {map.J[c], map.P[c]};
+  // A positive second moment never becomes code 0. The step of m = 2 holds 2^-23: what is smaller gets its code as well.
+  if (map.first_exponent != 0 && exponent < 127 - 23) tables.step[exponent] = {0.0f, float(9.0 / 8.0) * (exponent == 0 ? 0.75f : 1.25f)};
 }
 
-// Magnitude of 0 <= a <= 1.0000001; `near` is set where a lies within a few ulps of a midpoint, and the caller must settle it.
-template <bool SIGNED>
-HALFBYTE_HD inline uint32_t magnitude_of(const ClassTables& tables, float a, bool& near) {
-  constexpr uint32_t kFirst = SIGNED ? 0 : 1;
-  const uint32_t exponent = float_bits(a) >> 23;
-  const bool next = a > tables.above[exponent];
-  const float low = tables.J[0][exponent], high = tables.J[1][exponent];
-  const uint32_t c = tables.first[exponent] + (next ? 1u : 0u);
-  const float w = fma_ftz(a, next ? high : low, float(8.0 / 9.0));
-  const uint32_t fraction = float_bits(w) << ((c + 9 + kFirst) & 31u);
-  near = near || fraction + kNearTie < 2 * kNearTie;
-  float clamped = w < 1.99999988f ? w : 1.99999988f;
-  if (!SIGNED) clamped = clamped > 1.0f ? clamped : 1.0f;  // positive second moments are at least m = 2
-  return uint32_t(int32_t(bits_float(float_bits(clamped) + ((c + kFirst) << 23))));
+// Where the tables are. In shared memory one address serves both: its base, aligned to their size, or the exponent times 8.
+class ClassLookup {
+ public:
+#if defined(__CUDA_ARCH__)
+  __device__ explicit ClassLookup(const ClassTables& tables) : base_(uint32_t(__cvta_generic_to_shared(&tables))) {
+    asm volatile("" : "+r"(base_));  // made once, and after the barrier behind which the tables are complete
+  }
+  __device__ ClassStep step_of(float a) const {
+    const uint32_t at = ((float_bits(a) >> 20) & (8 * kExponents - 8)) | base_;
+    float above;
+    ClassStep step;
+    asm("ld.shared.f32 %0, [%1 + 1024];" : "=f"(above) : "r"(at));
+    asm("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(step.J), "=f"(step.P) : "r"(a > above ? at + 8 : at));
+    return step;
+  }
+
+ private:
+  uint32_t base_;
+#else
+  explicit ClassLookup(const ClassTables& tables) : tables_(&tables) {}
+  ClassStep step_of(float a) const {
+    const uint32_t exponent = (float_bits(a) >> 23) & (kExponents - 1);
+    return tables_->step[exponent + (a > tables_->above[exponent].value ? 1 : 0)];
+  }
+
+ private:
+  const ClassTables* tables_;
+#endif
+};
+static_assert(sizeof(ClassTables) == 2048 && sizeof(ClassStep) == 8);
+
+// Bytes of two words, by the nibbles of `selector`: 0..3 of a, 4..7 of b; with 8 added, the byte's sign in all 8 bits.
+HALFBYTE_HD inline uint32_t pick_bytes(uint32_t a, uint32_t b, uint32_t selector) {
+#if defined(__CUDA_ARCH__)
+  uint32_t r;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(selector));
+  return r;
+#else
+  uint32_t r = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t nibble = (selector >> (4 * i)) & 15u, byte = ((nibble & 4u ? b : a) >> (8 * (nibble & 3u))) & 0xFFu;
+    r |= (nibble & 8u ? (byte >> 7 ? 0xFFu : 0u) : byte) << (8 * i);
+  }
+  return r;
+#endif
 }
 
-// m against the exact midpoints.
+// The smaller ones of the upper and of the lower 16 bits. One instruction for two words from sm_90 on.
+HALFBYTE_HD inline uint32_t minimum_halves(uint32_t a, uint32_t b) {
+#if defined(__CUDA_ARCH__)
+  return __vminu2(a, b);
+#else
+  const uint32_t low = (a & 0xFFFFu) < (b & 0xFFFFu) ? a : b, high = a >> 16 < b >> 16 ? a : b;
+  return (high & 0xFFFF0000u) | (low & 0xFFFFu);
+#endif
+}
+
+// The word of 0 <= a <= 1.0000001: bits 16 to 23 are the magnitude m (signed) or the code (unsigned); the lower half is below
+// kTieLimit where a lies within a few ulps of a midpoint, and the caller must settle it.
 template <bool SIGNED>
-HALFBYTE_HD inline uint32_t settle(const float* midpoint, float a, uint32_t m, bool negative) {
+constexpr uint32_t kTieLimit = SIGNED ? 2 * kTieUlps : 4 * kTieUlps;
+template <bool SIGNED>
+HALFBYTE_HD inline uint32_t code_word(const ClassLookup& classes, float a) {
+  const ClassStep step = classes.step_of(a);
+  const float w = fminf(fma_ftz(a, step.J, float(8.0 / 9.0)), kInsideLastStep);
+  const uint32_t word = float_bits(fma_ftz(w, step.P, (SIGNED ? 128.0f : 127.5f) + float(kTieUlps) / 65536.0f));
+  return SIGNED ? word : word + word;
+}
+
+// The word with m decided by the exact midpoints.
+template <bool SIGNED>
+HALFBYTE_HD inline uint32_t settle(const float* midpoint, float a, uint32_t word, bool negative) {
   const uint32_t low = SIGNED ? 0 : 2, high = SIGNED ? (negative ? 127 : 128) : 256;
+  uint32_t m = ((word >> 16) & 0xFFu) + (SIGNED ? 0u : 1u);
   while (m < high && a > midpoint[m]) ++m;
   while (m > low && !(a > midpoint[m - 1])) --m;
-  return m;
+  return (SIGNED ? m : m - 1) << 16;
 }
 
-// What a block is encoded with: x * prescale * factor are its normalized values.
+// What a block is encoded with: x * factor are its normalized values; all zero for an all-zero block.
 struct BlockEncoder {
-  float scale, prescale, factor;
-  bool coded;  // false: an all-zero block
+  float scale, factor;
 };
+// Blocks with a larger scale are encoded from their quarters: the reciprocal would be subnormal, that is 0.
+constexpr uint32_t kLargestScale = (127 + 126) << 23;
 HALFBYTE_HD inline BlockEncoder block_encoder(uint32_t absmax_bits) {
-  if (absmax_bits == 0) return {0.0f, 1.0f, 0.0f, false};
+  if (absmax_bits == 0) return {0.0f, 0.0f};
   const float scale = bits_float(absmax_bits);
-  const float prescale = scale > 0x1p126f ? 0.25f : 1.0f;  // the reciprocal would be subnormal, that is 0
-  return {scale, prescale, div_ftz(1.0f, mul_ftz(scale, prescale)), true};
+  return {scale, div_ftz(1.0f, absmax_bits > kLargestScale ? mul_ftz(scale, 0.25f) : scale)};
 }
 
-// The code of magnitude m for a (prescaled) value; an unsigned one of what is not positive is 0.
-template <bool SIGNED>
-HALFBYTE_HD inline uint32_t code_of(uint32_t m, float x) {
-  if (!SIGNED) return x >= 0x1p-126f ? (m < 256u ? m : 256u) - 1u : 0u;
-  const int32_t code = float_bits(x) >> 31 ? 127 - int32_t(m) : 127 + int32_t(m);
-  return uint32_t(code < 0 ? 0 : code > 255 ? 255 : code);
+// Byte 2 of each of 4 words.
+HALFBYTE_HD inline uint32_t codes_of(const uint32_t* words) {
+  return pick_bytes(pick_bytes(words[0], words[1], 0x0062), pick_bytes(words[2], words[3], 0x0062), 0x5410);
 }
 
-// The codes of values of one block. Ties, and scales whose reciprocal would be subnormal, are rare: branches for all values.
+// The codes of values of one block, 4 a word; second moments are not negative, and values of scales above kLargestScale are
+// quarters. Ties and quotients that underflow are rare: branches for all values.
 template <bool SIGNED, int COUNT>
-HALFBYTE_HD inline void encode_moments(const ClassTables& tables, const float* midpoint, const BlockEncoder& block,
-                                       const float (&x)[COUNT], uint32_t (&codes)[COUNT]) {
-  float value[COUNT];
-  bool near = false;
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
-  for (int i = 0; i < COUNT; ++i) value[i] = x[i];
-  if (block.prescale != 1.0f) {
-#if defined(__CUDA_ARCH__)
-#pragma unroll
-#endif
-    for (int i = 0; i < COUNT; ++i) value[i] = mul_ftz(x[i], block.prescale);
-  }
+HALFBYTE_HD inline void encode_moments(const ClassLookup& classes, const float* midpoint, const BlockEncoder& block,
+                                       const float (&x)[COUNT], uint32_t (&codes)[COUNT / 4]) {
+  uint32_t words[COUNT];
+  uint32_t nearest = 0xFFFFFFFFu;
   const auto normalized = [&](float v) { return mul_ftz(fabsf(v), block.factor); };
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-  for (int i = 0; i < COUNT; ++i) codes[i] = magnitude_of<SIGNED>(tables, normalized(value[i]), near);
-  if (near) {
+  for (int i = 0; i < COUNT; ++i) {
+    words[i] = code_word<SIGNED>(classes, normalized(x[i]));
+    nearest = minimum_halves(nearest, words[i]);  // upper halves are never small
+  }
+  if ((nearest & 0xFFFFu) < kTieLimit<SIGNED>) {
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-    for (int i = 0; i < COUNT; ++i) codes[i] = settle<SIGNED>(midpoint, normalized(value[i]), codes[i], float_bits(x[i]) >> 31);
+    for (int i = 0; i < COUNT; ++i) {
+      if ((words[i] & 0xFFFFu) < kTieLimit<SIGNED>)
+        words[i] = settle<SIGNED>(midpoint, normalized(x[i]), words[i], float_bits(x[i]) >> 31);
+    }
+  }
+  if (!SIGNED && block.scale >= 1.0f) {  // a positive value is positive even where its quotient is 0
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int i = 0; i < COUNT; ++i) {
+      if (x[i] >= 0x1p-126f && (words[i] & 0xFF0000u) == 0) words[i] = 1u << 16;
+    }
   }
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-  for (int i = 0; i < COUNT; ++i) codes[i] = !block.coded ? (SIGNED ? 127u : 0u) : code_of<SIGNED>(codes[i], value[i]);
+  for (int i = 0; i < COUNT; i += 4) {
+    const uint32_t code = codes_of(words + i);
+    if constexpr (SIGNED) {
+      // 127 - m of negative ones, 127 + m of others; no byte carries: -1.0 is code 0, not -1.
+      const uint32_t sign = pick_bytes(pick_bytes(float_bits(x[i]), float_bits(x[i + 1]), 0x00FB),
+                                       pick_bytes(float_bits(x[i + 2]), float_bits(x[i + 3]), 0x00FB), 0x5410);
+      const uint32_t down = code & sign;
+      codes[i / 4] = 0x7F7F7F7Fu + (code & ~sign) - down + ((down >> 7) & 0x01010101u);
+    } else {
+      codes[i / 4] = code;
+    }
+  }
 }
 
 // ---- the rules ----
+
+// OptimizerScalars as a block's elements need them: its stored scales times the weights of the stored moments.
+struct BlockScalars {
+  float grad_factor, first_take, second_take, weight_decay, momentum, step_size, decay, second_factor, eps;
+  float first_keep, second_keep;
+  bool nesterov;
+};
+HALFBYTE_HD inline BlockScalars block_scalars(const OptimizerScalars& s, float first_scale, float second_scale) {
+  return {s.grad_factor, s.first_take,    s.second_take, s.weight_decay, s.momentum, s.step_size,
+          s.decay,       s.second_factor, s.eps,         mul_ftz(first_scale, s.first_keep),
+          mul_ftz(second_scale, s.second_keep), s.nesterov};
+}
 
 struct Updated {
   float param, first, second;
 };
 
-// One element. first and second are map values, first_scale and second_scale the scales their blocks were stored with.
+// One element. first and second are map values. The parameter of rules with two moments is left as it is: see step_by_moments.
 template <OptimizerRule RULE>
-HALFBYTE_HD inline Updated update_element(const OptimizerScalars& s, float param, float grad, float first, float first_scale,
-                                          float second, float second_scale) {
+HALFBYTE_HD inline Updated update_element(const BlockScalars& s, float param, float grad, float first, float second) {
   float g = mul_ftz(grad, s.grad_factor);
   if constexpr (RULE == OptimizerRule::kAdam || RULE == OptimizerRule::kSGD) {
     if (s.weight_decay != 0.0f) g = fma_ftz(s.weight_decay, param, g);
   }
-  Updated out{};
-  out.first = fma_ftz(first, mul_ftz(first_scale, s.first_keep), mul_ftz(g, s.first_take));
+  Updated out{param, fma_ftz(first, s.first_keep, mul_ftz(g, s.first_take)), 0.0f};
   if constexpr (RULE == OptimizerRule::kAdamW || RULE == OptimizerRule::kAdam) {
-    out.second = fma_ftz(second, mul_ftz(second_scale, s.second_keep), mul_ftz(mul_ftz(g, g), s.second_take));
-    const float ratio = div_ftz(out.first, fma_ftz(sqrt_ftz(out.second), s.second_factor, s.eps));
-    out.param = fma_ftz(-s.step_size, ratio, RULE == OptimizerRule::kAdamW ? mul_ftz(param, s.decay) : param);
+    out.second = fma_ftz(second, s.second_keep, mul_ftz(mul_ftz(g, g), s.second_take));
   } else if constexpr (RULE == OptimizerRule::kLion) {
-    const float mixed = fma_ftz(first, mul_ftz(first_scale, s.second_keep), mul_ftz(g, s.second_take));
+    const float mixed = fma_ftz(first, s.second_keep, mul_ftz(g, s.second_take));
     const float one = bits_float(0x3F800000u | (float_bits(mixed) & 0x80000000u));
     // 0 * mixed makes the update NaN where the gradient is not finite: a sign alone would hide it.
     const float sign = fma_ftz(mixed, 0.0f, mixed != 0.0f ? one : 0.0f);
@@ -178,6 +274,42 @@ HALFBYTE_HD inline Updated update_element(const OptimizerScalars& s, float param
     out.param = fma_ftz(-s.step_size, s.nesterov ? fma_ftz(s.momentum, out.first, g) : out.first, param);
   }
   return out;
+}
+
+// The parameters of Adam and AdamW after a step: param - step_size * first / (sqrt(second) * second_factor + eps).
+// Where all numbers are in range, roots and quotients need no branches. The range: second moments are 0 or normal and below
+// 2^100 (scaled by 2^26, so that no remainder of the root is subnormal; the factor takes it back), first ones 0 or from 2^-80 to
+// 2^100, and eps at least 2^-40. `first_max` and `second_max` are the bits of the largest |moment|, or of a negative second one.
+template <OptimizerRule RULE, int COUNT>
+HALFBYTE_HD inline void step_by_moments(const BlockScalars& s, const float (&first)[COUNT], const float (&second)[COUNT],
+                                        uint32_t first_max, uint32_t second_max, float (&param)[COUNT]) {
+  constexpr uint32_t kMost = (127 + 100) << 23, kLeastTwice = (127 - 80) << 24;
+  bool in_range = first_max < kMost && second_max < kMost && s.eps >= 0x1p-40f;
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+  for (int i = 0; i < COUNT; ++i) in_range = in_range && 2 * float_bits(first[i]) - 1 >= kLeastTwice - 1;  // of 0 it is 2^32 - 1
+  const float factor = mul_ftz(s.second_factor, 0x1p-13f);
+  const auto step = [&](float before, float ratio) {
+    return fma_ftz(-s.step_size, ratio, RULE == OptimizerRule::kAdamW ? mul_ftz(before, s.decay) : before);
+  };
+  if (in_range) {
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int i = 0; i < COUNT; ++i) {
+      const float below = fma_ftz(sqrt_in_range(mul_ftz(second[i], 0x1p26f)), factor, s.eps);
+      param[i] = step(param[i], div_in_range(first[i], below));
+    }
+  } else {
+#if defined(__CUDA_ARCH__)
+#pragma unroll
+#endif
+    for (int i = 0; i < COUNT; ++i) {
+      const float below = fma_ftz(sqrt_ftz(second[i]), s.second_factor, s.eps);
+      param[i] = step(param[i], div_ftz(first[i], below));
+    }
+  }
 }
 
 // Moments that are not both finite start over, and leave their block's scales alone.

@@ -9,8 +9,12 @@
 
 namespace halfbyte::cuda {
 
-// A parameter, or a range of its rows. `lanes` neighbouring threads own one block: as many as a whole row needs when it is
-// narrow (r=16 LoRA: 2 lanes, 16 rows a warp), else the 32 of a warp. A warp takes 32 / lanes blocks at a time: a task.
+// How an entry is read and written: element by element, 8 elements at a time, or that with whole blocks only, bf16 parameters
+// and bf16 gradients: what large models have, without a branch or a length to look at.
+enum class Access : uint8_t { kElements, kVector, kPlain };
+
+// A parameter, or a range of its rows. 2^log2_lanes neighbouring threads own one block: as many as a whole row needs when it is
+// narrow (r=16 LoRA: 2 lanes, 16 rows a warp), else the 32 of a warp. A warp takes 32 >> log2_lanes blocks at a time: a task.
 struct TableEntry {
   void* param;
   const void* grad;
@@ -23,8 +27,8 @@ struct TableEntry {
   uint32_t blocks;
   uint32_t first_task;  // tasks of the entries before this one
   uint8_t param_dtype, grad_dtype;
-  uint8_t lanes;
-  bool vector;  // every access of 8 elements is aligned to its width
+  uint8_t log2_lanes;
+  Access access;
 };
 
 // 336 entries of 96 bytes stay below the 32764 bytes that CUDA 12.1 allows for kernel arguments.
@@ -46,13 +50,13 @@ static_assert(sizeof(TableEntry) == 96);
 static_assert(sizeof(OptimizerTable) + sizeof(OptimizerHyper) + sizeof(OptimizerInputs) <= 32764,
               "CUDA allows 32764 bytes of kernel arguments");
 
-inline uint8_t lanes_for(int64_t row_length) {
-  uint8_t lanes = 1;
-  while (lanes < 32 && lanes * kUnit < row_length) lanes = uint8_t(lanes * 2);
-  return lanes;
+inline uint8_t log2_lanes_for(int64_t row_length) {
+  uint8_t log2 = 0;
+  while (log2 < 5 && (kUnit << log2) < row_length) ++log2;
+  return log2;
 }
 
-constexpr uint32_t tasks_of(uint32_t blocks, uint32_t lanes) { return uint32_t((uint64_t(blocks) * lanes + 31) / 32); }
+constexpr uint32_t tasks_of(uint32_t blocks, uint32_t log2_lanes) { return uint32_t(((uint64_t(blocks) << log2_lanes) + 31) / 32); }
 
 inline bool is_vector(const OptimizerTensor& t) {
   const auto fits = [&](const void* p) { return access_width(p, t.row_length) >= kUnit; };
@@ -61,6 +65,12 @@ inline bool is_vector(const OptimizerTensor& t) {
   return t.row_length % kUnit == 0 && access_width(t.param, t.row_length * bytes(t.param_dtype)) == 16 &&
          access_width(t.grad, t.row_length * bytes(t.grad_dtype)) == 16 && fits(t.codes[0]) &&
          (!t.codes[1] || fits(t.codes[1]));
+}
+
+inline Access access_of(const OptimizerTensor& t, uint32_t blocks) {
+  if (!is_vector(t)) return Access::kElements;
+  const bool plain = t.row_length % kStateBlock == 0 && t.param_dtype == DType::kBFloat16 && t.grad_dtype == DType::kBFloat16;
+  return plain && blocks < uint32_t(1) << 27 ? Access::kPlain : Access::kVector;  // units of 8 fit 32 bits
 }
 
 // Splits the list into tables of at most kTableEntries entries and less than 2^31 blocks and tasks each; one launch each.
@@ -97,9 +107,9 @@ auto for_each_table(const std::vector<OptimizerTensor>& tensors, const std::vect
       e.blocks = uint32_t(count * t.blocks_per_row);
       e.param_dtype = uint8_t(t.param_dtype);
       e.grad_dtype = uint8_t(t.grad_dtype);
-      e.lanes = lanes_for(t.row_length);
-      e.vector = is_vector(t);
-      const uint32_t tasks = tasks_of(e.blocks, e.lanes);
+      e.log2_lanes = log2_lanes_for(t.row_length);
+      e.access = access_of(t, e.blocks);
+      const uint32_t tasks = tasks_of(e.blocks, e.log2_lanes);
       if (table.entries == kTableEntries || uint64_t(table.tasks) + tasks > uint64_t(kMaxUnitsPerLaunch)) {
         if (!flush_table()) return status;
       }

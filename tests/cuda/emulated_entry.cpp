@@ -137,7 +137,7 @@ int64_t optimizer_tables(int64_t count, const int64_t* rows, const int64_t* leng
     for (int i = 0; i < table.entries; ++i) {
       if (table.entry[i].first_task != tasks) return 1;
       blocks += table.entry[i].blocks;
-      tasks += cuda::tasks_of(table.entry[i].blocks, table.entry[i].lanes);
+      tasks += cuda::tasks_of(table.entry[i].blocks, table.entry[i].log2_lanes);
     }
     if (tasks != table.tasks || tables >= most) return 1;
     const int64_t fields[3] = {table.entries, tasks, blocks};
@@ -152,13 +152,15 @@ void encode_moments(const float* x, int64_t count, int is_signed, uint8_t* codes
   const DynamicMap map = make_dynamic_map(is_signed != 0);
   cuda::ClassTables tables;
   for (uint32_t exponent = 0; exponent < cuda::kExponents; ++exponent) cuda::fill_classes(tables, map, exponent);
+  const cuda::ClassLookup classes(tables);
   const cuda::BlockEncoder block = cuda::block_encoder(0x3F800000u);
-  for (int64_t i = 0; i < count; ++i) {
-    const float value[1] = {x[i]};
-    uint32_t code[1];
-    if (is_signed) cuda::encode_moments<true>(tables, map.midpoint, block, value, code);
-    else cuda::encode_moments<false>(tables, map.midpoint, block, value, code);
-    codes[i] = uint8_t(code[0]);
+  for (int64_t i = 0; i < count; i += 4) {
+    float value[4] = {};
+    for (int64_t j = 0; j < 4 && i + j < count; ++j) value[j] = x[i + j];
+    uint32_t word[1];
+    if (is_signed) cuda::encode_moments<true>(classes, map.midpoint, block, value, word);
+    else cuda::encode_moments<false>(classes, map.midpoint, block, value, word);
+    for (int64_t j = 0; j < 4 && i + j < count; ++j) codes[i + j] = uint8_t(word[0] >> (8 * j));
   }
 }
 
