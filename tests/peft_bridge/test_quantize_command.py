@@ -162,7 +162,7 @@ def test_heads_that_are_tied_in_config_alone_and_weights_that_are_missing(tmp_pa
 
 @pytest.mark.parametrize("architecture", gguf_writer.FIELDS)
 def test_gguf(tmp_path, capsys, architecture):
-    """llama permutes heads, gpt2 transposes, gemma2 computes its norms, qwen3moe merges stacked experts."""
+    """llama permutes heads, gpt2 transposes, gemma2 computes norms, qwen3moe merges stacks, qwen35moe does all of it."""
     (tmp_path / "in").mkdir()
     file = tmp_path / "in" / "tiny.gguf"
     gguf_writer.write_gguf(file, architecture)
