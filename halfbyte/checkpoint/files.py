@@ -22,7 +22,7 @@ from torch import Tensor
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 
-__all__ = ["DTYPES", "Checkpoint", "Stored", "checksum_of", "memory_of", "waiting_config"]
+__all__ = ["DTYPES", "Checkpoint", "Stored", "checksum_of", "memory_of"]
 
 DTYPES = {
     "F64": torch.float64,
@@ -46,6 +46,8 @@ VERSION = 1
 _HEADER_LIMIT = 100 << 20  # bytes; safetensors' own
 _CHUNK = 8 << 20  # bytes that are read before they are summed
 INDEX = "model.safetensors.index.json"
+NAMES_WEIGHTS = "transformers_weights"
+"""Key of config.json that names the weights or their index, where they are not found by their usual names."""
 _PART = re.compile(r"-\d+-of-(?!0*1\.)\d+")  # one of several: without an index a folder of an interrupted run
 
 
@@ -115,12 +117,9 @@ class Checkpoint:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = Path(path).resolve()
-        self.files, named, written_with = _files_of(self.path)
-        folder = self.path if self.path.is_dir() else self.path.parent
-        config = waiting_config(folder, written_with)
-        if not config.is_file():
-            config = folder / "config.json"
+        config = (self.path if self.path.is_dir() else self.path.parent) / "config.json"
         self.config: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
+        self.files, named = _files_of(self.path, self.config.get(NAMES_WEIGHTS))
         self.tensors: dict[str, Stored] = {}
         self.headers: list[dict[str, Any] | None] = []
         self._descriptors: list[int] = []
@@ -270,16 +269,15 @@ class Checkpoint:
         return iter(self.tensors.values())
 
 
-def waiting_config(folder: Path, digest: str) -> Path:
-    """Where the config.json of a save waits until the weights that it belongs to are those of the folder."""
-    return folder / f".config-{digest}.json"
-
-
-def _files_of(path: Path) -> tuple[list[Path], list[str], str]:
-    """(files, keys that an index promises, digest of the config.json that the index was written with or "")."""
+def _files_of(path: Path, chosen: str | None = None) -> tuple[list[Path], list[str]]:
+    """Files, and the keys that an index promises; `chosen`: the file that a folder's config.json names."""
+    if chosen is not None and path.is_dir():
+        if os.path.isabs(chosen) or ".." in Path(chosen).parts:
+            raise QuantizationError(f"{path}: its config.json names {chosen!r} as weights, which is not in the folder")
+        return _files_of(path / chosen)
     single = path / "model.safetensors"
     if single.is_file():  # where a folder holds both, transformers takes this one, too
-        return [single], [], ""
+        return [single], []
     index = path / INDEX if path.is_dir() else path
     if index.name.endswith(".index.json") and index.is_file():
         content = json.loads(index.read_text())
@@ -288,9 +286,9 @@ def _files_of(path: Path) -> tuple[list[Path], list[str], str]:
         gone = [file.name for file in files if not file.is_file()]
         if gone:
             raise FileNotFoundError(f"{index}: names {', '.join(gone[:3])}, which the folder has not")
-        return files, list(weight_map), str((content.get("metadata") or {}).get("config", ""))
+        return files, list(weight_map)
     if path.is_file():
-        return [path], [], ""
+        return [path], []
     if not path.is_dir():
         raise FileNotFoundError(f"no checkpoint at {path}")
     files = [file for file in sorted(path.glob("*.safetensors")) if not _PART.search(file.name)]
@@ -299,7 +297,7 @@ def _files_of(path: Path) -> tuple[list[Path], list[str], str]:
             f"{path}: needs {INDEX} or one .safetensors file, found {', '.join(f.name for f in files[:3]) or 'none'}; "
             f"other kinds of checkpoints must be saved as safetensors first"
         )
-    return files, [], ""
+    return files, []
 
 
 def _header(file: Path, descriptor: int, size: int) -> tuple[dict[str, Any], int]:

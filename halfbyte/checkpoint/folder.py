@@ -1,8 +1,9 @@
 """The one layout of quantized folders, and its writer: safetensors shards, an index, config.json.
 
 Shards get their final names when they are complete and on disk; then comes the index, so a folder without it is not a
-checkpoint and a crash at any point leaves what was there before. Two files can't be replaced at once: the new config.json
-waits beside under a name that the index says, and whoever opens the folder takes that one as long as it is there.
+checkpoint and a crash at any point leaves what was there before. Two files can't be replaced at once: where there is a
+config.json, the new index comes under another name, and the new config.json, which names it, is the one step at which the
+folder changes, to us and to transformers. Then the index gets its usual name, and config.json names it no longer.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.checkpoint.files import DTYPES, INDEX, VERSION, Checkpoint, checksum_of, memory_of, waiting_config
+from halfbyte.checkpoint.files import DTYPES, INDEX, NAMES_WEIGHTS, VERSION, Checkpoint, checksum_of, memory_of
 from halfbyte.checkpoint.sources import Entry, Source, module_source
 from halfbyte.errors import QuantizationError
 from halfbyte.nn.embedding import QuantEmbedding
@@ -32,6 +33,7 @@ __all__ = ["plan_shards", "save_quantized", "write_folder", "write_shard"]
 MAX_SHARD_BYTES = 5 << 30
 _CHUNK = 8 << 20
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_STAGED = "model.new-"
 _PENDING = "0" * 8  # stands for a checksum until its tensor is written: the header's length is then known
 
 
@@ -97,24 +99,35 @@ def write_folder(
             tick(sum(entry.nbytes for entry in shard))
         files.append(file)
         weight_map.update({entry.name: name for entry in shard})
-    metadata: dict[str, Any] = {"total_size": sum(entry.nbytes for entry in entries)}
-    waiting = None
+    metadata = {"total_size": sum(entry.nbytes for entry in entries)}
+    _commit(directory, files, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n", config)
+    sweep(directory)
+    return files
+
+
+def _commit(directory: Path, files: Sequence[Path], index: str, config: Mapping[str, Any] | None) -> None:
+    """Makes these shards the folder's weights, with this config.json, or with the one that is there if it is None."""
+    there = directory / "config.json"
+    if config is None and there.is_file():  # which may name the weights, if they were to be replaced before
+        held = json.loads(there.read_text())
+        config = held if NAMES_WEIGHTS in held else None
     if config is not None:
-        text = json.dumps(config, indent=2) + "\n"
-        metadata["config"] = hashlib.sha256(text.encode()).hexdigest()
-        waiting = waiting_config(directory, metadata["config"])
-        replace_file(waiting, text)
-    replace_file(directory / INDEX, json.dumps({"metadata": metadata, "weight_map": weight_map}, indent=2) + "\n")
+        config = {key: value for key, value in config.items() if key != NAMES_WEIGHTS}
+        staged = f"{_STAGED}{hashlib.sha256(index.encode()).hexdigest()[:16]}.safetensors.index.json"
+        replace_file(directory / staged, index)
+        replace_file(there, _as_json({**config, NAMES_WEIGHTS: staged}))
+    replace_file(directory / INDEX, index)
     for old in directory.glob("model*.safetensors"):  # what the index no longer names
         if old not in files:
             old.unlink(missing_ok=True)
-    if waiting is not None:
-        os.replace(waiting, directory / "config.json")
-        for other in directory.glob(waiting_config(directory, "*").name):  # of a save that was interrupted
-            other.unlink(missing_ok=True)
-        _sync_directory(directory)
-    sweep(directory)
-    return files
+    if config is not None:
+        replace_file(there, _as_json(config))
+        for old in directory.glob(f"{_STAGED}*"):  # of interrupted saves too
+            old.unlink(missing_ok=True)
+
+
+def _as_json(config: Mapping[str, Any]) -> str:
+    return json.dumps(config, indent=2) + "\n"
 
 
 def sweep(directory: Path) -> None:
@@ -259,8 +272,7 @@ def save_quantized(model: nn.Module, directory: str | os.PathLike[str]) -> None:
     Names are those of the state dict, tied tensors are written once. The header of each file says the format, K and
     checksum of every tensor. A transformers model's config.json is written too, so that `from_pretrained` (with
     `peft_bridge` imported) loads the folder as well. What was in the folder is replaced when all is written; a crash leaves
-    the old content or the new, whole (to `load_quantized`: after a crash in the last step of all, `from_pretrained` still
-    finds the old config.json beside the new weights; save again).
+    the old content or the new, whole, to `load_quantized` and to `from_pretrained`.
 
     Args:
         model: any module with packed layers.

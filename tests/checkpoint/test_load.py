@@ -114,6 +114,19 @@ def test_saving_again_replaces_and_keeps_other_files(dense: Path, tmp_path: Path
     assert (folder / "tokenizer.json").exists()
 
 
+def test_a_config_may_name_the_weights(dense: Path, tmp_path: Path) -> None:
+    (dense / "model.safetensors.index.json").rename(dense / "other.safetensors.index.json")
+    save_file({"nothing": torch.zeros(1)}, dense / "model.safetensors")
+    (dense / "config.json").write_text('{"transformers_weights": "other.safetensors.index.json"}')
+    model = Net()
+    load_quantized(model, dense, "nf4", progress=False)
+    check(model)
+    for outside in ("../dense/model.safetensors", str(dense / "model.safetensors")):
+        (dense / "config.json").write_text(json.dumps({"transformers_weights": outside}))
+        with pytest.raises(QuantizationError, match="names '.*model.safetensors' as weights, which is not in the folder"):
+            load_quantized(Net(), dense, progress=False)
+
+
 KILLED = """
 import os, pathlib, signal, sys; sys.path[:0] = sys.argv[2:4]
 import torch

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -94,3 +96,60 @@ def test_fused_experts_are_saved_and_loaded_as_rows(tmp_path: Path) -> None:
         halfbyte.load_quantized(built, tmp_path, progress=False)
         assert type(built.model.layers[0].mlp.experts) is QuantExperts
         same(built, model)
+
+
+class Killed(BaseException):
+    pass
+
+
+def dies_before(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the `step`-th rename or removal on, every one fails: what the folder holds stays as it is."""
+    calls = [0]
+
+    def deadly(original: Any) -> Any:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            calls[0] += 1
+            if calls[0] > step:
+                raise Killed
+            return original(*arguments, **keywords)
+
+        return call
+
+    monkeypatch.setattr(os, "replace", deadly(os.replace))
+    monkeypatch.setattr(Path, "unlink", deadly(Path.unlink))
+
+
+@pytest.mark.parametrize("single", [False, True], ids=["index", "one file"])
+def test_from_pretrained_sees_the_old_folder_or_the_new_one_wherever_a_save_was_killed(tmp_path: Path, single: bool) -> None:
+    models = {}
+    for format in ("int8", "nf4"):
+        torch.manual_seed(0)
+        models[format] = LlamaForCausalLM(config(tied=False)).eval()
+        halfbyte.quantize_model(models[format], format)
+    halfbyte.save_quantized(models["int8"], tmp_path / "ours")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    seen = []
+    for step in range(12):
+        folder = tmp_path / str(step)
+        if single:
+            theirs.save_pretrained(folder)
+            assert (folder / "model.safetensors").exists()
+        else:
+            halfbyte.save_quantized(models["int8"], folder)
+        with pytest.MonkeyPatch.context() as patch:
+            dies_before(step, patch)
+            try:
+                halfbyte.save_quantized(models["nf4"], folder)
+                finished = True
+            except Killed:
+                finished = False
+        loaded = AutoModelForCausalLM.from_pretrained(folder)
+        format = str(loaded.model.layers[0].mlp.up_proj.format)
+        same(loaded, models[format])
+        seen.append(format)
+        if finished:
+            break
+        halfbyte.save_quantized(models["int8"], folder)  # works on what is left, and leaves nothing of it
+        same(AutoModelForCausalLM.from_pretrained(folder), models["int8"])
+        assert len(list(folder.glob("model*"))) == 2 and "transformers_weights" not in (folder / "config.json").read_text()
+    assert finished and seen == sorted(seen) and seen.count("int8") >= 3 and seen.count("nf4") >= 4
