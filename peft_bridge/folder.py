@@ -16,6 +16,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import build_glob_alternation
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
+from halfbyte.checkpoint.folder import MAX_SHARD_BYTES
 from halfbyte.checkpoint.sources import Entry
 from halfbyte.checkpoint.stream import copy_rest, stream
 from halfbyte.errors import QuantizationError
@@ -29,8 +30,6 @@ from peft_bridge.gguf_files import gguf_model, gguf_reader, gguf_steps
 from peft_bridge.plan import Plan, describe_modules, plan_layers, weights_of
 from peft_bridge.readers import Reader, open_reader, row_length
 from peft_bridge.rows import ConvertedSource, ModelTensor
-
-MAX_SHARD_BYTES = 5 << 30
 
 
 def quantize_folder(
