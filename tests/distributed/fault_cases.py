@@ -233,7 +233,7 @@ FAULTS = {
     ),
     "receiver dies": Fault("a receiver is killed", on_call(layout.Slot, "write", 5), GONE, rank=1, ends=KILLED),
     "receiver hangs": Fault(
-        "a receiver is stopped before it has planned",
+        "a receiver is stopped before it has planned (2.5 s of silence allowed instead of 60)",
         on_call(load._Request, "settings"),
         GONE,
         rank=1,
@@ -241,7 +241,7 @@ FAULTS = {
         silence=2.5,
     ),
     "receiver is slow": Fault(
-        "a receiver plans for longer than it may be silent",
+        "a receiver plans for 5 s, longer than the 4.5 s of silence allowed, and says that it is alive",
         on_call(load._Request, "settings", act=lambda folder: time.sleep(5.0)),
         text=None,
         rank=1,
