@@ -22,7 +22,7 @@ SHAPES += [(0, 16), (3, 40), (5, 768)]
 
 
 def state(shape: tuple[int, ...], two: bool, generator: torch.Generator) -> list[tuple[Tensor, Tensor]]:
-    """Random codes and scales of every kind: normal, zero, tiny, NaN."""
+    """Random codes and scales of every kind: normal, zero, tiny, NaN, negative, with a subnormal reciprocal."""
     rows, _, blocks = oracle.num_blocks(shape)
     moments = []
     for _ in range(2 if two else 1):
@@ -31,6 +31,8 @@ def state(shape: tuple[int, ...], two: bool, generator: torch.Generator) -> list
         )
         if rows > 2:
             scales[1, 0], scales[2, -1] = 0.0, float("nan")
+        if rows > 4:
+            scales[3, 0], scales[4, -1] = -scales[3, 0], 2e38
         moments.append((torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8), scales))
     return moments
 
