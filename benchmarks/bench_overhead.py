@@ -3,8 +3,8 @@
     python benchmarks/bench_overhead.py --threads 1
 
 Each sample is 200 calls (stacks: 10 of 32 layers, optimizers: 1 step). The goals: a QuantLinear call 10 us without a
-gradient and 30 us with one (forward + backward), an optimizer step over 448 LoRA tensors 1 ms. Beside them stands what the
-same machinery costs torch: `Tensor.backward` and the engine are paid once for a whole model, so a layer's own share is the
+gradient and 30 us with one recorded, an optimizer step over 448 LoRA tensors 1 ms. Beside them stands what the same machinery
+costs torch: `Tensor.backward` and the engine are paid once for a whole model, so a layer's own share of both passes is the
 stack's row; a Python `autograd.Function` around two aten products is the floor of any op with a derivative that comes
 without C++ autograd (LibTorch's stable ABI has none). The optimizers step 448 tensors of 16 elements with 8-bit state:
 nothing but the host.
@@ -85,7 +85,7 @@ def stacks(report: harness.Report) -> None:
     report.compare(title, cases, verify=verify, baseline="halfbyte QuantLinear")
 
 
-def layers(report: harness.Report, grad: bool) -> None:
+def layers(report: harness.Report, grad: bool, backward: bool) -> None:
     x = torch.randn(1, 64, requires_grad=grad)
     a, b = torch.randn(4, 64, requires_grad=grad), torch.randn(64, 4, requires_grad=grad)
     quant, int8 = QuantLinear(64, 64, bias=False), QuantLinear(64, 64, bias=False, format="int8", activations="int8")
@@ -121,8 +121,8 @@ def layers(report: harness.Report, grad: bool) -> None:
         want = torch.nn.functional.linear(x, quant.dequantize(torch.float32))
         torch.testing.assert_close(quant(x), want, rtol=1e-4, atol=1e-4)
 
-    cases = {name: repeated(with_backward(call) if grad else call) for name, call in calls.items()}
-    how = "forward + backward" if grad else "forward, no gradient"
+    cases = {name: repeated(with_backward(call) if backward else call) for name, call in calls.items()}
+    how = "forward + backward" if backward else "forward, gradient recorded" if grad else "forward, no gradient"
     report.compare(f"{CALLS} calls on (1, 64), {how}", cases, verify=verify, baseline="halfbyte QuantLinear")
 
 
@@ -152,8 +152,9 @@ def main() -> None:
     report = harness.Report("overhead", harness.arguments(__doc__))
     torch.manual_seed(0)
     with torch.no_grad():
-        layers(report, grad=False)
-    layers(report, grad=True)
+        layers(report, grad=False, backward=False)
+    layers(report, grad=True, backward=False)
+    layers(report, grad=True, backward=True)
     stacks(report)
     optimizers(report)
     report.save()
