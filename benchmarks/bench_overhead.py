@@ -4,10 +4,10 @@
 
 Each sample is 200 calls (stacks: 10 of 32 layers, optimizers: 1 step). The goals: a QuantLinear call 10 us without a
 gradient and 30 us with one recorded, an optimizer step over 448 LoRA tensors 1 ms. Beside them stands what the same
-machinery costs torch: `Tensor.backward` and the engine are paid once for a whole model, so a layer's own share of both passes is the
-stack's row; a Python `autograd.Function` around two aten products is the floor of any op with a derivative that comes
-without C++ autograd (LibTorch's stable ABI has none). The optimizers step 448 tensors of 16 elements with 8-bit state:
-nothing but the host.
+machinery costs torch: `Tensor.backward` and the engine are paid once for a whole model, so a layer's own share of both
+passes is the stack's row; a Python `autograd.Function` around two aten products is the floor of any op with a derivative
+that comes without C++ autograd (LibTorch's stable ABI has none). The optimizers step 448 tensors of 16 elements with 8-bit
+state: nothing but the host.
 """
 
 from __future__ import annotations
