@@ -192,7 +192,7 @@ def update(rule: Rule, param: Array, grad: Array, moments: list[Array], h: Hyper
     (first, first_scale), *rest = moments
     param = flush(param)
     g = flush(grad * f((-1.0 if h.maximize else 1.0) / h.grad_scale))
-    if rule in ("adam", "sgd") and h.weight_decay != 0:
+    if rule in ("adam", "sgd") and f(h.weight_decay) != 0:
         g = fma(f(h.weight_decay), param, g)
 
     def mix(values: Array, scale: np.float32, keep: float, term: Array) -> Array:
