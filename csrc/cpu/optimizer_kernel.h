@@ -56,9 +56,10 @@ struct LaneMaxima {
   Ints first = splat_bits(0), second = splat_bits(0);
 };
 
-// One vector: returns the new parameter, writes the new moments to first[0..kWidth) and second[0..kWidth).
+// One vector: returns the new parameter, writes the new moments to first[0..kWidth) and second[0..kWidth). Inlined by order, or
+// the block's factors would be loaded again for each vector.
 template <OptimizerRule RULE, class P, class G>
-inline Floats update_vector(const OptimizerBlock<P, G>& at, const BlockFactors& f, float* first, float* second,
+[[gnu::always_inline]] inline Floats update_vector(const OptimizerBlock<P, G>& at, const BlockFactors& f, float* first, float* second,
                             LaneMaxima& most) {
   const Floats param = load_as(at.param);
   Floats grad = mul(load_as(at.grad), f.grad_factor);
@@ -112,7 +113,7 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
   const bool stochastic = s.stochastic && sizeof(P) == 2;
   LaneMaxima lanes;
   int64_t i = 0;
-  const auto update = [&](int64_t j) {
+  const auto update = [&](int64_t j) __attribute__((always_inline)) {
     const OptimizerBlock<P, G> at{block.param + j, block.grad + j, block.first_codes + j, kTwo ? block.second_codes + j : nullptr};
     return update_vector<RULE, P, G>(at, f, first + j, kTwo ? second + j : second, lanes);
   };
