@@ -12,8 +12,9 @@
     )
     report.save()                                           # JSON: environment, every row, every percentile
 
-A round runs each case once, in order (A B A B): drift of the machine hits all of them alike. A case gets the round's
-number to pick its buffers with. A sample is *quiet* when nothing else was runnable before and after it; a case's time
+A round runs each case once, the next round in the other order (A B B A): drift of the machine hits all of them alike, and
+so does what a case leaves behind (a core that slept through a peer's single thread). A case gets the round's number to pick
+its buffers with. A sample is *quiet* when nothing else was runnable before and after it; a case's time
 is the median of its quiet samples, or the lower quintile of all samples when fewer than 5 were quiet (a busy machine
 only ever adds time). With `--threads 1` the clock is the thread's own CPU time, which other processes do not add to:
 the better measurement on a machine that is not idle. Times are seconds, sizes bytes, rates per second. Needs torch,
@@ -207,7 +208,7 @@ def _runnable() -> int:
 
 
 def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.0) -> dict[str, Timing]:
-    """Times every case once per round, `rounds` times or until `seconds` have passed (never fewer than 3 rounds)."""
+    """Times every case once per round, every other round backwards: `rounds` times (at least 3), or for so many seconds."""
     alone = torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
     samples: dict[str, list[float]] = {name: [] for name in cases}
@@ -218,7 +219,7 @@ def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.
     for i in range(rounds):
         if i >= 3 and time.perf_counter() - started > seconds:
             break
-        for name, case in cases.items():
+        for name, case in list(cases.items())[:: -1 if i % 2 else 1]:
             for _ in range(4):  # give a passing process 16 ms to finish
                 if before := alone or _runnable() <= 1:
                     break
