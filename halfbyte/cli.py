@@ -298,7 +298,13 @@ def _quantize(args: argparse.Namespace) -> tuple[Any, str]:
         raise ValueError(f"--format must be one of {', '.join(FORMATS)}, got 'dense'")
     if args.calibrate is not None:
         return _calibrate(args)
-    from peft_bridge.folder import quantize_folder
+    try:
+        from peft_bridge.folder import quantize_folder
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            f"quantize: reading a transformers checkpoint needs {error.name}; pip install {error.name} "
+            "(halfbyte.checkpoint.quantize_checkpoint packs any module's weights without it)"
+        ) from error
 
     say = partial(_say_disk_use, args.out)
     done = quantize_folder(args.src, args.out, args.format, announce=say, progress=sys.stderr.isatty())

@@ -144,6 +144,15 @@ def test_python_dash_m() -> None:
     assert done.stderr.startswith("halfbyte report: DIR must be")
 
 
+def test_a_library_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None:
+    program = "import sys; sys.modules['transformers'] = None; from halfbyte.cli import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "quantize", str(folder), str(tmp_path / "out")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert "quantize: reading a transformers checkpoint needs transformers; pip install transformers" in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.skipif(sys.version_info >= (3, 13), reason="the page has the layout of argparse before Python 3.13")
 def test_the_page_of_commands_is_what_the_parsers_say() -> None:
     assert (ROOT / "docs/commands.md").read_text() == help_page()
