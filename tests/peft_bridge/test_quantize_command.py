@@ -257,11 +257,11 @@ def test_a_full_disk_loses_nothing(tmp_path, monkeypatch, capsys):
     )
     assert done.returncode == 1
     assert "finished shards are kept, nothing else was changed" in done.stderr
-    kept = {file: file.stat().st_mtime_ns for file in (tmp_path / "out").iterdir()}
+    kept = {file: file.stat().st_ino for file in (tmp_path / "out").iterdir()}
     assert not (tmp_path / "out" / "model.safetensors.index.json").exists()
     assert {file: file.read_bytes() for file in dense.iterdir()} == before
     quantize_folder(dense, tmp_path / "out", "nf4", max_shard_bytes=20_000)
-    assert {file: file.stat().st_mtime_ns for file in kept} == kept
+    assert {file: file.stat().st_ino for file in kept} == kept
     assert {f.name: f.read_bytes() for f in (tmp_path / "out").iterdir()} == {
         f.name: f.read_bytes() for f in plain.iterdir()
     }
