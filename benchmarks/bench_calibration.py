@@ -31,7 +31,7 @@ from transformers.utils import logging
 import halfbyte
 import peft_bridge
 from halfbyte.calibration.decoder import decoder_blocks
-from halfbyte.nn.conv1d import linear_shape, linear_weight
+from halfbyte.nn.linear_classes import linear_shape, linear_weight
 
 ROWS: list[tuple[str, str, str]] = [  # name, format, calibration text ("" for none: plain absmax)
     ("nf4 calibrated, same domain", "nf4", "pages"),

@@ -22,8 +22,8 @@ from transformers.quantizers.base import HfQuantizer
 from halfbyte.checkpoint.bitsandbytes import KEYS, StoredLayer, export_state_dict, read_layer
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
-from halfbyte.nn.conv1d import linear_shape, linear_weight
 from halfbyte.nn.linear import QuantLinear
+from halfbyte.nn.linear_classes import linear_shape, linear_weight
 from halfbyte.nn.packed import Packed
 from halfbyte.ops.dequantize import dequantize
 from peft_bridge.config import HalfbyteConfig

@@ -21,8 +21,8 @@ from halfbyte.checkpoint.sources import Entry
 from halfbyte.checkpoint.stream import copy_rest, stream
 from halfbyte.errors import QuantizationError
 from halfbyte.memory.subject import on_meta
-from halfbyte.nn.conv1d import is_conv1d
 from halfbyte.nn.convert import nothing_quantized
+from halfbyte.nn.linear_classes import is_conv1d
 from halfbyte.nn.report import Report, ReportRow
 from peft_bridge.config import HalfbyteConfig
 from peft_bridge.conversion import Step, load_steps, save_steps

@@ -14,6 +14,7 @@ from transformers.core_model_loading import WeightConverter, WeightRenaming, ren
 
 from halfbyte.errors import QuantizationError
 from halfbyte.nn.linear import QuantLinear
+from halfbyte.nn.linear_classes import is_stored_transposed
 from halfbyte.ops.quantize import FLOAT_DTYPES
 
 
@@ -98,7 +99,7 @@ def original_weight(layer: QuantLinear) -> Tensor:
     if "origin" not in layer.__dict__:
         raise unavailable("the layer's weight", "the model was not loaded by from_pretrained")
     origin, name = layer.__dict__["origin"]
-    weight: Tensor = origin.read(name, layer.weight_shape, transposed="dense_class" in layer.__dict__)
+    weight: Tensor = origin.read(name, layer.weight_shape, transposed=is_stored_transposed(layer))
     return weight.to(layer.weight.device)
 
 

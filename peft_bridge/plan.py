@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 from transformers.quantizers.base import get_keys_to_not_convert
 
 from halfbyte.formats import Format
-from halfbyte.nn.conv1d import is_conv1d, linear_shape
 from halfbyte.nn.embedding import quantize_embedding_
 from halfbyte.nn.experts import expert_weights, quantize_experts_
 from halfbyte.nn.linear import quantize_linear_
+from halfbyte.nn.linear_classes import is_linear, linear_shape
 from halfbyte.nn.packed import Packed, as_dtype
 from halfbyte.nn.skip import SkipRules
 from peft_bridge.config import HalfbyteConfig
@@ -74,7 +74,7 @@ def pack_module_(module: nn.Module, format: Format, compute_dtype: str | None) -
 
 def weights_of(module: nn.Module) -> tuple[str, ...]:
     """Names of the weights that a checkpoint may hold packed; a subclass of a layer has a forward of its own."""
-    if type(module) in (nn.Linear, nn.Embedding) or is_conv1d(module):
+    if type(module) is nn.Embedding or is_linear(module):
         return ("weight",)
     return expert_weights(module)
 

@@ -14,7 +14,6 @@ from transformers.quantizers.base import HfQuantizer
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.nn.attention import adapt_attention
-from halfbyte.nn.conv1d import is_conv1d, linear_shape, linear_weight
 from halfbyte.nn.convert import nothing_quantized
 from halfbyte.nn.embedding import QuantEmbedding, dequantize_embedding_
 from halfbyte.nn.experts import (
@@ -26,6 +25,7 @@ from halfbyte.nn.experts import (
     quantize_experts_,
 )
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_
+from halfbyte.nn.linear_classes import is_conv1d, linear_shape, linear_weight
 from halfbyte.nn.packed import Packed, PackedRows, as_dtype
 from halfbyte.nn.skip import mark_dense
 from halfbyte.ops.quantize import quantize

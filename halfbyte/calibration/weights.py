@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.formats import Format
-from halfbyte.nn.conv1d import linear_shape, linear_weight
 from halfbyte.nn.experts import QuantExperts, expert_weights, quantize_experts_
 from halfbyte.nn.linear import quantize_linear_
+from halfbyte.nn.linear_classes import linear_shape, linear_weight
 from halfbyte.nn.packed import PackedRows
 
 Note = Callable[[str, Tensor], None]

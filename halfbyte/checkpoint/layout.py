@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from halfbyte.checkpoint.sources import Entry, Found, Source
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
-from halfbyte.nn.conv1d import is_conv1d, linear_shape
 from halfbyte.nn.convert import nothing_quantized
 from halfbyte.nn.embedding import quantize_embedding_
 from halfbyte.nn.experts import QuantExperts, expert_shape, expert_weights, quantize_experts_
 from halfbyte.nn.linear import quantize_linear_
+from halfbyte.nn.linear_classes import is_conv1d, linear_shape
 from halfbyte.nn.packed import Packed, PackedRows
 from halfbyte.nn.skip import SkipRules, mark_dense, tell_config
 from halfbyte.optim.sharding import is_dtensor

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halfbyte.nn.conv1d import linear_shape
 from halfbyte.nn.linear import QuantLinear
+from halfbyte.nn.linear_classes import linear_shape
 
 __all__ = ["adapt_attention"]
 

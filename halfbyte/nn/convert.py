@@ -11,10 +11,10 @@ from torch import nn
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.nn.attention import adapt_attention
-from halfbyte.nn.conv1d import linear_shape
 from halfbyte.nn.embedding import quantize_embedding_
 from halfbyte.nn.experts import expert_weights, quantize_experts_
 from halfbyte.nn.linear import checked_activations, quantize_linear_
+from halfbyte.nn.linear_classes import linear_shape
 from halfbyte.nn.packed import Packed, as_dtype
 from halfbyte.nn.report import Report, report
 from halfbyte.nn.skip import SkipRules, mark_dense, tell_config

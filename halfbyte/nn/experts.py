@@ -124,7 +124,7 @@ class QuantExperts(Packed):
             if value.dtype != torch.uint8:  # a dense checkpoint: quantize on the way in
                 assigned = local_metadata.get("assign_to_params_buffers")
                 device = value.device if assigned else self.get_parameter(name).device
-                changed[key] = pack_experts(self, value.detach(), self.format).to(device)
+                changed[key] = pack_experts(self, torch.detach(value), self.format).to(device)
         super()._load_from_state_dict(changed, prefix, local_metadata, *rest)
 
     def extra_repr(self) -> str:

@@ -18,11 +18,11 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.nn.attention import adapt_attention
-from halfbyte.nn.conv1d import is_conv1d
 from halfbyte.nn.experts import QuantExperts, dequantize_experts_, expert_weights, quantize_experts_
 from halfbyte.nn.hosts import import_bridges
 from halfbyte.nn.initializers import Initializers
 from halfbyte.nn.linear import QuantLinear, dequantize_linear_, quantize_linear_
+from halfbyte.nn.linear_classes import is_linear
 from halfbyte.nn.packed import Packed, reusing_dense_buffer
 from halfbyte.nn.settings import InitSettings, active_settings, hosts, on_dense, owner_of, paused, stack
 from halfbyte.nn.skip import dense_reason, mark_dense, tell_config
@@ -182,9 +182,9 @@ def _on_registration(parent: nn.Module, name: str, child: nn.Module | None) -> N
     for path, module in child.named_modules():
         partial = f"{name}.{path}" if path else name
         # Not known before they are complete: their weights were drawn, or are still to be initialized.
-        late = is_conv1d(module) or bool(expert_weights(module))
+        late = (is_linear(module) and type(module) is not nn.Linear) or bool(expert_weights(module))
         if late and not isinstance(module, Packed) and not settings.rules.by_name(partial) and not dense_reason(module):
-            convert = quantize_linear_ if is_conv1d(module) else quantize_experts_
+            convert = quantize_linear_ if is_linear(module) else quantize_experts_
             settings.born.add(convert(module, settings.format, settings.compute_dtype))
             settings.built += 1
         if not isinstance(module, Packed) or module not in settings.born:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.formats import Format
-from halfbyte.nn.conv1d import linear_shape, linear_weight
+from halfbyte.nn.linear_classes import linear_shape, linear_weight
 from halfbyte.nn.packed import PackedRows, as_dtype, dense_buffer
 from halfbyte.nn.tensor_parallel import linear_sharded
 from halfbyte.ops.fp8_linear import fp8_linear_by_id
@@ -285,7 +285,7 @@ def quantize_linear_(
         packed = torch.empty((shape[0], format.row_bytes(shape[1])), dtype=torch.uint8, device="meta")
     else:
         packed = quantize(linear_weight(linear, weight.detach()), format)
-    if not isinstance(linear, nn.Linear):
+    if type(linear) is not nn.Linear:
         linear.__dict__.update(dense_class=type(linear), out_features=shape[0], in_features=shape[1])
     linear._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
     if getattr(weight, "_is_hf_initialized", False):

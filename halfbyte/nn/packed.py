@@ -241,7 +241,8 @@ class PackedRows(Packed):
                 return
             if value.dtype != torch.uint8:  # a dense checkpoint: quantize on the way in
                 state_dict = dict(state_dict)
-                state_dict[key] = quantize(value.detach(), self.format).to(
+                # torch.detach, not the method: it reads the tensors that Lightning's lazy loading stands in for
+                state_dict[key] = quantize(torch.detach(value), self.format).to(
                     value.device if local_metadata.get("assign_to_params_buffers") else self.weight.device
                 )
             if self._contained:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from halfbyte.distributed.grouping import clean_name
 from halfbyte.errors import QuantizationError
-from halfbyte.nn.conv1d import is_conv1d, linear_shape
 from halfbyte.nn.experts import QuantExperts, expert_weights
+from halfbyte.nn.linear_classes import is_linear, is_stored_transposed, linear_shape
 from halfbyte.nn.packed import Packed, PackedRows
 from halfbyte.nn.skip import dense_reason
 from halfbyte.optim.sharding import annotate_fsdp1, global_shape, is_dtensor, is_fsdp1
@@ -188,11 +188,10 @@ def verify(model: nn.Module, reference: nn.Module | Mapping[str, Tensor] | None 
             problem = _unsound(module) if isinstance(module, PackedRows) else _unsound_experts(module)
             if problem:
                 problems[name] = problem
-        elif type(module) is nn.Linear or is_conv1d(module):
+        elif is_linear(module):
             frozen = not module.get_parameter("weight").requires_grad
             if frozen and not dense_reason(module):
-                kind = "nn.Linear" if type(module) is nn.Linear else "Conv1D"
-                problems[name] = f"asked for but dense: a frozen {kind} in a quantized model"
+                problems[name] = f"asked for but dense: a frozen {type(module).__name__} in a quantized model"
     if problems:
         listed = "; ".join(f"{name}: {problem}" for name, problem in list(problems.items())[:5])
         raise QuantizationError(f"verify: {len(problems)} modules are not sound: {listed}", names=problems)
@@ -263,6 +262,7 @@ def _relative_error(module: nn.Module, leaf: str, dense: Tensor) -> float:
     else:
         assert isinstance(module, PackedRows)
         values = module.dequantize(torch.float32)
+        values = values.t() if is_stored_transposed(module) else values
     reference = dense.detach().to(values.device, torch.float32)
     difference = values - reference
     norm = float(reference.norm())

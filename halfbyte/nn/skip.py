@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from halfbyte.nn.conv1d import is_conv1d, linear_shape
 from halfbyte.nn.experts import expert_weights
+from halfbyte.nn.linear_classes import is_linear, linear_shape
 from halfbyte.ops.quantize import FLOAT_DTYPES
 
 DEFAULT_SKIP = ("lm_head", "score", "classifier", "embed_out")
@@ -78,7 +78,7 @@ class SkipRules:
         for name, module in layers.items():
             owners.setdefault(id(module.weight), []).append(module)
             reason = self.by_name(name) if linear_shape(module) else None
-            if type(module) not in (nn.Linear, nn.Embedding) and not is_conv1d(module):
+            if type(module) is not nn.Embedding and not is_linear(module):
                 reason = reason or f"{type(module).__name__} is a subclass with a forward of its own"
             elif module.weight.dtype not in FLOAT_DTYPES:
                 reason = reason or f"dtype {module.weight.dtype} has no packed form"

@@ -56,6 +56,17 @@ def test_load_save_reload_and_back_to_dense(dense, tokens, tmp_path, format):
     assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path / "dense")(tokens).logits, back(tokens).logits)
 
 
+def test_verify_compares_with_the_transposed_weights(dense):
+    reference = AutoModelForCausalLM.from_pretrained(dense)
+    model = AutoModelForCausalLM.from_pretrained(dense, quantization_config=HalfbyteConfig("nf4"))
+    errors = {row.name: row.error for row in halfbyte.verify(model, reference).rows if row.format}
+    assert len(errors) == 8
+    for name, error in errors.items():
+        weight = reference.get_submodule(name).weight.t()
+        decoded = model.get_submodule(name).dequantize(torch.float32)
+        assert error == pytest.approx(float((decoded - weight).norm() / weight.norm()), rel=1e-5), name
+
+
 @pytest.mark.parametrize("skip", [None, ("h.1",)])
 def test_every_way_of_quantizing_packs_the_same_layers(dense, tokens, skip):
     loaded = AutoModelForCausalLM.from_pretrained(dense, quantization_config=HalfbyteConfig("nf4", skip=skip))
