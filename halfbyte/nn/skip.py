@@ -9,16 +9,11 @@ from torch import nn
 
 from halfbyte.nn.experts import expert_weights
 from halfbyte.nn.linear_classes import is_linear, linear_shape
+from halfbyte.nn.weight_readers import weights_read_by
 from halfbyte.ops.quantize import FLOAT_DTYPES
 
 DEFAULT_SKIP = ("lm_head", "score", "classifier", "embed_out")
 """Names of output embeddings: one wrong logit costs more than the bytes save."""
-
-# Hosts that read `child.weight` themselves instead of calling the child, so packed rows would reach their arithmetic.
-_WEIGHT_READERS: dict[type[nn.Module], tuple[str, ...]] = {
-    nn.MultiheadAttention: ("out_proj",),
-    nn.TransformerEncoderLayer: ("linear1", "linear2"),  # its fused fast path in eval
-}
 
 
 def matches(pattern: str, name: str) -> bool:
@@ -60,9 +55,8 @@ class SkipRules:
     @staticmethod
     def by_owner(parent: nn.Module, name: str) -> str | None:
         """Why a child that `parent` registers under `name` stays dense, or None."""
-        for owner, children in _WEIGHT_READERS.items():
-            if isinstance(parent, owner) and name.split(".")[0] in children:
-                return f"{owner.__name__} reads its weight directly"
+        if name in weights_read_by(type(parent)):
+            return f"{type(parent).__name__} reads its weight directly"
         for pattern in _kept_in_float32(parent):
             if matches(pattern, name):
                 return f"{type(parent).__name__} keeps it in float32 ({pattern})"
@@ -88,7 +82,7 @@ class SkipRules:
             if expert_weights(module) and (named := self.by_name(name)):
                 reasons[module] = named
         for path, parent in model.named_modules():
-            if not (isinstance(parent, tuple(_WEIGHT_READERS)) or _kept_in_float32(parent)):
+            if not (weights_read_by(type(parent)) or _kept_in_float32(parent)):
                 continue
             prefix = f"{path}." if path else ""
             for name, module in layers.items():
