@@ -93,7 +93,7 @@ def _check_target(tuner: BaseTuner, config: Any, target: nn.Module, name: str) -
     if lora and isinstance(base, (QuantLinear, *custom)):
         return
     method = getattr(config.peft_type, "value", config.peft_type)
-    hint = "; 'all-linear' takes in this model's experts: name other target_modules" if isinstance(base, QuantExperts) else ""
+    hint = "; 'all-linear' took in experts: name other target_modules" if isinstance(base, QuantExperts) else ""
     raise NotImplementedError(
         f"PEFT's {method} is not supported on packed rows: {name or 'its target'} is a {type(base).__name__} in "
         f"{base.format}, whose bytes it would take for values. Supported: {SUPPORTED} (skip=... keeps some dense{hint})"

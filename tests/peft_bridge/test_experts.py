@@ -12,6 +12,8 @@ from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     AutoModelForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     MixtralConfig,
@@ -223,11 +225,23 @@ def test_skip_keeps_experts_dense_and_says_so(folder):
     assert len(halfbyte.report(only).quantized) == 2
 
 
+def test_peft_takes_experts_in_for_some_models():
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1}
+    config = Glm4MoeConfig(**SIZES, **experts, intermediate_size=136, moe_intermediate_size=72, head_dim=24)
+    model, other = Glm4MoeForCausalLM(config), Glm4MoeForCausalLM(config)
+    halfbyte.quantize_model(model)
+    halfbyte.quantize_model(other)
+    with pytest.raises(NotImplementedError, match="gate_up_proj is a QuantExperts in nf4.*'all-linear' took in experts"):
+        get_peft_model(model, LoraConfig(r=2, target_modules="all-linear"))
+    around = get_peft_model(other, LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+    assert len([name for name, p in around.named_parameters() if p.requires_grad]) == 2 * 2 * 2
+
+
 def test_what_cannot_hold_packed_experts_says_so(folder):
     model = load(folder("mixtral"))
     with pytest.raises(NotImplementedError, match=r"mlp.experts are packed experts, which FSDP1 can't shard; use FSDP2"):
         wrap_policy(model)
-    with pytest.raises(NotImplementedError, match="experts is a QuantExperts in .*name other target_modules"):
+    with pytest.raises(NotImplementedError, match="experts is a QuantExperts"):
         export_state_dict(model.model.layers[0].mlp)
     with pytest.raises(NotImplementedError, match="target_parameters='experts.down_proj': .*mlp.experts is packed"):
         get_peft_model(model, LoraConfig(target_modules=["q_proj"], target_parameters=["experts.down_proj"]))
