@@ -1,6 +1,8 @@
-"""quantize: float rows to packed rows."""
+"""quantize, quantize_list and quantize_: float rows to packed rows."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from halfbyte._library import overload, register_fake
 from halfbyte.formats import Format
 
 _quantize = overload("quantize")
+_quantize_list = overload("quantize_list")
 _quantize_with_scales = overload("quantize_with_scales")
 _quantize_ = overload("quantize_")
 
@@ -53,6 +56,34 @@ def quantize(tensor: Tensor, format: str | Format = "nf4", *, scales: Tensor | N
     if not isinstance(scales, Tensor) or scales.dtype != torch.float32:
         raise TypeError(f"halfbyte.quantize: scales must be a float32 tensor, got {describe(scales)}")
     return _quantize_with_scales(tensor, scales, fmt.id, fmt.block_size)
+
+
+def quantize_list(tensors: Sequence[Tensor], format: str | Format = "nf4") -> list[Tensor]:
+    """`quantize` of several tensors: one launch on a GPU (28 tensors a launch), one parallel region on a CPU.
+
+    Args:
+        tensors: each of shape (..., N, K) with its own N and K, all of one dtype (float32, bfloat16 or float16) and device.
+        format: a `Format` or its name.
+
+    Returns:
+        Packed rows of each, shape (..., N, row_bytes) uint8; the same bytes that `quantize` gives.
+
+    Raises:
+        TypeError: an entry is not a tensor of an accepted dtype.
+        ValueError: unknown format, several dtypes or devices, or an entry that `quantize` would not take; the text names it.
+
+    Example:
+        >>> import torch, halfbyte
+        >>> [rows.shape for rows in halfbyte.ops.quantize_list([torch.ones(2, 64), torch.ones(3, 100)], "nf4")]
+        [torch.Size([2, 48]), torch.Size([3, 64])]
+    """
+    fmt = Format.parse(format)
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"halfbyte.quantize_list: tensors[{i}] must be a {FLOAT_NAMES} tensor, got {describe(tensor)}")
+    if not tensors:  # the dispatcher has no device to choose a kernel by
+        return []
+    return _quantize_list(list(tensors), fmt.id, fmt.block_size)
 
 
 def quantize_(packed: Tensor, input: Tensor, format: str | Format = "nf4") -> None:
@@ -99,6 +130,12 @@ def _(input: Tensor, format: int, block_size: int) -> Tensor:
     torch._check(input.dim() >= 2, lambda: f"halfbyte::quantize: input must have at least 2 dimensions, got {input.shape}")
     row_bytes = Format.from_id(format, block_size).row_bytes(input.shape[-1])
     return input.new_empty((*input.shape[:-1], row_bytes), dtype=torch.uint8)
+
+
+@register_fake("quantize_list")
+def _(input: list[Tensor], format: int, block_size: int) -> list[Tensor]:
+    fmt = Format.from_id(format, block_size)
+    return [x.new_empty((*x.shape[:-1], fmt.row_bytes(x.shape[-1])), dtype=torch.uint8) for x in input]
 
 
 @register_fake("quantize_with_scales")
