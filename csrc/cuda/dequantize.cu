@@ -159,8 +159,12 @@ __device__ inline int64_t source_row(const DequantizeArgs<N>& a, uint32_t row) {
   return index;
 }
 
+// CTAs a multiprocessor that the unit kernel's registers are for: a list's need some for where it is.
+template <int N>
+constexpr int kResidentOf = N > 1 ? 5 : 6;
+
 template <class T, Scheme S, bool Gather, int N>
-__global__ void __launch_bounds__(kThreads, 6) dequantize_kernel(const __grid_constant__ DequantizeArgs<N> a) {
+__global__ void __launch_bounds__(kThreads, kResidentOf<N>) dequantize_kernel(const __grid_constant__ DequantizeArgs<N> a) {
   // 16 floats lie in 16 different banks: no lookup can conflict.
   __shared__ float table[16];
   if (threadIdx.x < 16) table[threadIdx.x] = a.codebook.value[threadIdx.x];

@@ -169,8 +169,12 @@ __device__ inline uint32_t encode_unit(float lane_threshold, uint32_t lane_rank,
   return word;
 }
 
+// CTAs a multiprocessor that the registers are for: a list's need some for where it is. 3 still have 48 KB in flight.
+template <int N>
+constexpr int kResidentOf = N > 1 ? 3 : 4;
+
 template <class T, bool FP4, bool Given, int N>
-__global__ void __launch_bounds__(kThreads, 4) quantize_segments_kernel(const __grid_constant__ QuantizeArgs<N> a) {
+__global__ void __launch_bounds__(kThreads, kResidentOf<N>) quantize_segments_kernel(const __grid_constant__ QuantizeArgs<N> a) {
   constexpr int kStride = 32 * int(kUnit);
   const uint32_t lane = threadIdx.x % 32;
   const float lane_threshold = a.lane_buckets.threshold[lane];
@@ -180,13 +184,11 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_segments_kernel(const __
     const QuantizeEntry& e = cursor.at(a.table, task);
     const RowLayout& l = e.layout;
     const uint32_t segment = cursor.within(e, task), columns = uint32_t(l.in_features);
-    const uint32_t r = e.blocks.quotient(segment);
-    const uint32_t column = (segment - r * e.blocks.divisor) * uint32_t(kSegment) + lane * uint32_t(kUnit);
+    const uint32_t row_index = e.blocks.quotient(segment);
+    const int64_t r = row_index;
+    const uint32_t column = (segment - row_index * e.blocks.divisor) * uint32_t(kSegment) + lane * uint32_t(kUnit);
     const T* input = static_cast<const T*>(e.input) + r * l.in_features + column;
     uint8_t* row = e.packed + r * l.row_bytes;
-    uint8_t* codes = row + column / 2;
-    float* scales = reinterpret_cast<float*>(row + l.scales_offset);
-    const bool first = column % uint32_t(l.block_size) == 0;  // of its block; a unit further is 256 elements, whole blocks
     float v[kSegmentUnits][kUnit];
     uint32_t largest[kSegmentUnits];
 #pragma unroll
@@ -217,12 +219,13 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_segments_kernel(const __
       }
     }
     __syncwarp();
+    const bool first = (lane & uint32_t(a.sharing.lanes - 1)) == 0;  // of its block; a unit further is 256 elements, whole blocks
 #pragma unroll
     for (int u = 0; u < kSegmentUnits; ++u) {
       const uint32_t word = encode_unit<FP4, Given>(lane_threshold, lane_rank, v[u]);
       if (column + u * kStride >= columns) continue;
-      *reinterpret_cast<uint32_t*>(codes + u * kStride / 2) = word;
-      if (first) scales[(column + u * kStride) >> a.block_shift] = scale[u];
+      *reinterpret_cast<uint32_t*>(row + column / 2 + u * kStride / 2) = word;
+      if (first) store_float(row + l.scales_offset + 4 * ((column + u * kStride) >> a.block_shift), scale[u]);
     }
     if (column == 0) store_padding(row, l, l.code_bytes, l.scales_offset + 4 * l.num_blocks);
   }
