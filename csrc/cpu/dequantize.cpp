@@ -7,17 +7,12 @@
 
 namespace halfbyte::cpu {
 
-namespace {
-
-// Rows a thread should get at least.
-int64_t grain_of(const RowLayout& layout) { return 1 + (int64_t(1) << 15) / layout.in_features; }
-
-}  // namespace
+constexpr int64_t kGrain = int64_t(1) << 15;  // elements a thread should get at least
 
 void dequantize_into(const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype, void* output, bool stream) {
   const int64_t output_row = layout.in_features * (dtype == DType::kFloat32 ? 4 : 2);
   const Kernels& table = kernels();
-  parallel_rows(rows, grain_of(layout), [&](int64_t begin, int64_t end) {
+  parallel_rows(rows, 1 + kGrain / layout.in_features, [&](int64_t begin, int64_t end) {
     table.dequantize_rows(packed + begin * layout.row_bytes, end - begin, layout, dtype,
                           static_cast<char*>(output) + begin * output_row, stream);
   });
@@ -48,7 +43,7 @@ std::vector<Tensor> dequantize_list(const std::vector<Tensor>& packed, int64_t f
   std::vector<Tensor> sources, outputs;
   std::vector<const uint8_t*> from;
   std::vector<char*> to;
-  std::vector<int64_t> rows, grain;
+  std::vector<int64_t> rows;
   int64_t output_bytes = 0;
   for (size_t i = 0; i < packed.size(); ++i) {
     sources.push_back(as_contiguous(packed[i]));
@@ -56,13 +51,12 @@ std::vector<Tensor> dequantize_list(const std::vector<Tensor>& packed, int64_t f
     from.push_back(static_cast<const uint8_t*>(sources[i].const_data_ptr()));
     to.push_back(static_cast<char*>(outputs[i].mutable_data_ptr()));
     rows.push_back(leading_numel(packed[i]));
-    grain.push_back(grain_of(layouts[i]));
     prefer_huge_pages(to[i], rows[i] * in_features[i] * element_size);
     output_bytes += rows[i] * in_features[i] * element_size;
   }
   const bool stream = output_bytes >= kStreamBytes;  // all of them are written before the first is read
   const Kernels& table = kernels();
-  parallel_lists(rows, grain, [&](size_t i, int64_t begin, int64_t end) {
+  parallel_lists(rows, in_features, kGrain, [&](size_t i, int64_t begin, int64_t end) {
     table.dequantize_rows(from[i] + begin * layouts[i].row_bytes, end - begin, layouts[i], out_dtype,
                           to[i] + begin * in_features[i] * element_size, stream);
   });

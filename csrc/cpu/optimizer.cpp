@@ -8,10 +8,25 @@
 namespace halfbyte::cpu {
 namespace {
 
-// About 8 K elements at a time: small enough to balance two parameters over all threads, 1 us or more of work.
-int64_t blocks_at_once(const OptimizerTensor& t) {
-  constexpr int64_t kElements = 8192;
-  return std::max<int64_t>(1, kElements / std::clamp<int64_t>(t.row_length, 1, kStateBlock));
+// Consecutive blocks of one tensor: what a thread takes at a time.
+struct Chunk {
+  int64_t tensor, begin, end;
+};
+
+// About 8 K elements a chunk: small enough to balance two parameters over all threads, 1 us or more of work.
+constexpr int64_t kChunkElements = 8192;
+
+std::vector<Chunk> make_chunks(const std::vector<OptimizerTensor>& tensors, const std::vector<int64_t>& rows) {
+  std::vector<Chunk> chunks;
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t blocks = rows[i] * tensors[i].blocks_per_row;
+    if (blocks == 0) continue;
+    const int64_t block = tensors[i].row_length < kStateBlock ? tensors[i].row_length : kStateBlock;
+    const int64_t per_chunk = kChunkElements / block > 0 ? kChunkElements / block : 1;
+    for (int64_t b = 0; b < blocks; b += per_chunk)
+      chunks.push_back({int64_t(i), b, b + per_chunk < blocks ? b + per_chunk : blocks});
+  }
+  return chunks;
 }
 
 float scalar_of(const Tensor& t) { return *t.const_data_ptr<float>(); }
@@ -34,15 +49,14 @@ void run(OptimizerRule rule, const OptimizerArguments& a, const OptimizerHyper& 
     }
     scalars_of[i] = scalars.size() - 1;
   }
-  std::vector<int64_t> blocks, grain;
-  for (size_t i = 0; i < tensors.size(); ++i) {
-    blocks.push_back(rows[i] * tensors[i].blocks_per_row);
-    grain.push_back(blocks_at_once(tensors[i]));
-  }
+  const std::vector<Chunk> chunks = make_chunks(tensors, rows);
   const OptimizerKernels& kernel = kernels().optimizer;
-  parallel_lists(blocks, grain, [&, &tensors = tensors](size_t i, int64_t begin, int64_t end) {
+  parallel_rows(int64_t(chunks.size()), 1, [&, &tensors = tensors](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
-    kernel.update(rule, tensors[i], scalars[scalars_of[i]], begin, end);
+    for (int64_t i = begin; i < end; ++i) {
+      const Chunk& c = chunks[size_t(i)];
+      kernel.update(rule, tensors[size_t(c.tensor)], scalars[scalars_of[size_t(c.tensor)]], c.begin, c.end);
+    }
   });
 }
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from halfbyte._library import overload, register_fake
 from halfbyte.formats import Format
-from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
+from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, with_columns
 
 _dequantize = overload("dequantize")
 _dequantize_list = overload("dequantize_list")
@@ -86,9 +86,9 @@ def dequantize_list(
 
 @register_fake("dequantize")
 def _(packed: Tensor, format: int, block_size: int, in_features: int, dtype: torch.dtype) -> Tensor:
-    return packed.new_empty((*packed.shape[:-1], in_features), dtype=dtype)
+    return with_columns(packed, in_features, dtype)
 
 
 @register_fake("dequantize_list")
 def _(packed: list[Tensor], format: int, block_size: int, in_features: list[int], dtype: torch.dtype) -> list[Tensor]:
-    return [rows.new_empty((*rows.shape[:-1], k), dtype=dtype) for rows, k in zip(packed, in_features, strict=True)]
+    return [with_columns(rows, k, dtype) for rows, k in zip(packed, in_features, strict=True)]

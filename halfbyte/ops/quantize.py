@@ -125,23 +125,28 @@ def describe(value: object) -> str:
     return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
 
 
+def with_columns(t: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """What most fakes return: a new tensor of t's shape with another last dimension, and t's dtype unless one is given."""
+    return t.new_empty((*t.shape[:-1], columns), dtype=dtype)
+
+
 @register_fake("quantize")
 def _(input: Tensor, format: int, block_size: int) -> Tensor:
     torch._check(input.dim() >= 2, lambda: f"halfbyte::quantize: input must have at least 2 dimensions, got {input.shape}")
     row_bytes = Format.from_id(format, block_size).row_bytes(input.shape[-1])
-    return input.new_empty((*input.shape[:-1], row_bytes), dtype=torch.uint8)
+    return with_columns(input, row_bytes, torch.uint8)
 
 
 @register_fake("quantize_list")
 def _(input: list[Tensor], format: int, block_size: int) -> list[Tensor]:
     fmt = Format.from_id(format, block_size)
-    return [x.new_empty((*x.shape[:-1], fmt.row_bytes(x.shape[-1])), dtype=torch.uint8) for x in input]
+    return [with_columns(x, fmt.row_bytes(x.shape[-1]), torch.uint8) for x in input]
 
 
 @register_fake("quantize_with_scales")
 def _(input: Tensor, scales: Tensor, format: int, block_size: int) -> Tensor:
     row_bytes = Format.from_id(format, block_size).row_bytes(input.shape[-1])
-    return input.new_empty((*input.shape[:-1], row_bytes), dtype=torch.uint8)
+    return with_columns(input, row_bytes, torch.uint8)
 
 
 @register_fake("quantize_")
