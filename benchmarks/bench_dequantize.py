@@ -88,6 +88,29 @@ def dequantize(report: harness.Report, format: str, dtype_name: str, N: int, K: 
     report.compare(title, cases, verify=verify, baseline=baseline, floors=floors)
 
 
+def lists(report: harness.Report, format: str, shapes: list[tuple[int, int]], note: str) -> None:
+    """`dequantize_list` against its tensors one by one."""
+    title = f"{format} -> bf16, list of {len(shapes)}, {note}"
+    if report.args.only not in title:
+        return
+    f, columns = Format.parse(format), [k for _, k in shapes]
+    packed = [ops.quantize(torch.randn(n, k), f.id, f.block_size) for n, k in shapes]
+    moved = sum(n * (f.row_bytes(k) + 2 * k) for n, k in shapes)
+
+    def together(_: int) -> list[Tensor]:
+        return ops.dequantize_list(packed, f.id, f.block_size, columns, torch.bfloat16)
+
+    def apart(_: int) -> list[Tensor]:
+        return [ops.dequantize(p, f.id, f.block_size, k, torch.bfloat16) for p, k in zip(packed, columns, strict=True)]
+
+    def verify() -> None:
+        for got, rows, k in zip(together(0), packed, columns, strict=True):
+            assert torch.equal(got, reference.dequantize(rows, format, k, torch.bfloat16))
+
+    cases = {"halfbyte": Case(together, moved), "one by one": Case(apart, moved)}
+    report.compare(title, cases, verify=verify, baseline="one by one")
+
+
 def embedding(report: harness.Report, format: str, V: int, K: int, count: int) -> None:
     title = f"embedding {format} -> bf16, {count} of {V} x {K}"
     if report.args.only not in title:
@@ -121,6 +144,8 @@ def main() -> None:
     dequantize(report, "nf4", "bf16", 4096, 4304)  # every other row starts off a cache line
     dequantize(report, "nf4", "bf16", 1536, 576)  # in cache
     dequantize(report, "nf4", "bf16", 64, 576)
+    lists(report, "nf4", [(64, 64)] * 28, "64 x 64")
+    lists(report, "nf4", harness.SMALL_BLOCK, "a block, d=576")
     embedding(report, "nf4", 49152, 576, 4096)
     report.save()
 

@@ -74,6 +74,28 @@ def quantize(report: harness.Report, format: str, dtype_name: str, N: int, K: in
     report.compare(title, cases, verify=verify, baseline=baseline, floors=floors)
 
 
+def lists(report: harness.Report, format: str, shapes: list[tuple[int, int]], note: str) -> None:
+    """`quantize_list` against its tensors one by one."""
+    title = f"bf16 -> {format}, list of {len(shapes)}, {note}"
+    if report.args.only not in title:
+        return
+    f, dense = Format.parse(format), [torch.randn(shape).bfloat16() for shape in shapes]
+    moved = sum(n * (f.row_bytes(k) + 2 * k) for n, k in shapes)
+
+    def together(_: int) -> list[Tensor]:
+        return ops.quantize_list(dense, f.id, f.block_size)
+
+    def apart(_: int) -> list[Tensor]:
+        return [ops.quantize(x, f.id, f.block_size) for x in dense]
+
+    def verify() -> None:
+        for got, x in zip(together(0), dense, strict=True):
+            assert torch.equal(got, reference.quantize(x, format))
+
+    cases = {"halfbyte": Case(together, moved), "one by one": Case(apart, moved)}
+    report.compare(title, cases, verify=verify, baseline="one by one")
+
+
 def main() -> None:
     report = harness.Report("quantize", harness.arguments(__doc__))
     quantize(report, "nf4", "bf16", 4096, 4096, ", fresh memory")
@@ -84,6 +106,8 @@ def main() -> None:
     quantize(report, "nf4", "fp32", 4096, 4096)
     quantize(report, "nf4", "bf16", 1536, 576)  # in cache
     quantize(report, "nf4", "bf16", 64, 576)
+    lists(report, "nf4", [(64, 64)] * 28, "64 x 64")
+    lists(report, "nf4", harness.SMALL_BLOCK, "a block, d=576")
     report.save()
 
 

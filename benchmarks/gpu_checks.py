@@ -126,6 +126,23 @@ def formats_dtypes_and_row_lengths(device: torch.device) -> None:
 
 
 @check
+def lists_equal_the_ops_on_one_tensor(device: torch.device) -> None:
+    """More tensors than a launch takes, of every kind of shape, some where no whole load or store fits."""
+    shapes = [(9, 64), (1, 4304), (300, 576), (7, 65), (2, 8), (5, 1), (0, 64), (64, 2048), (2, 3, 100), (33, 1024)] * 7
+    for format in testing.ALL_FORMATS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            x = [torch.randn(shape, device=device).to(dtype) for shape in shapes]
+            packed, columns = halfbyte.ops.quantize_list(x, format), [shape[-1] for shape in shapes]
+            for rows, one in zip(packed, x, strict=True):
+                assert torch.equal(rows, halfbyte.quantize(one, format))
+            buffer = torch.zeros(packed[2].numel() + 1, dtype=torch.uint8, device=device)
+            packed[2] = buffer[1:].view(packed[2].shape).copy_(packed[2])
+            dense = halfbyte.ops.dequantize_list(packed, format, columns, dtype)
+            for values, rows, k in zip(dense, packed, columns, strict=True):
+                assert torch.equal(values, halfbyte.dequantize(rows, format, k, dtype))
+
+
+@check
 def misaligned_addresses(device: torch.device) -> None:
     for name in ("nf4", "fp4-dq", "int8", "fp8"):
         format = Format.parse(name)
@@ -248,6 +265,14 @@ def more_than_2_to_the_31_elements(device: torch.device) -> None:
     x = torch.randn(rows, k, device=device, dtype=torch.bfloat16)
     packed = halfbyte.quantize(x, "nf4")
     dense = halfbyte.dequantize(packed, "nf4", k)
+    beside = torch.randn(5, k, device=device, dtype=torch.bfloat16)
+    several = halfbyte.ops.quantize_list([beside, x], "nf4")
+    assert torch.equal(several[1], packed)
+    assert torch.equal(several[0], halfbyte.quantize(beside, "nf4"))
+    again = halfbyte.ops.dequantize_list(several, "nf4", [k, k])
+    assert torch.equal(again[1], dense)
+    assert torch.equal(again[0], halfbyte.dequantize(several[0], "nf4", k))
+    del several, again
     for r in (0, rows // 2, rows - 2):
         assert_same("quantize", packed[r : r + 2], halfbyte.quantize(x[r : r + 2].cpu(), "nf4"))
         assert_same("dequantize", dense[r : r + 2], halfbyte.dequantize(packed[r : r + 2].cpu(), "nf4", k))
@@ -325,6 +350,7 @@ def graphs_capture_every_op(device: torch.device) -> None:
             halfbyte.ops.linear_backward_input(y.repeat(4, 1), packed, "nf4-dq", k),
             halfbyte.ops.embedding(indices, packed, "nf4-dq", k),
             halfbyte.dequantize(packed, "nf4-dq", k),
+            *halfbyte.ops.dequantize_list(halfbyte.ops.quantize_list([weight, weight[:9]], "nf4"), "nf4", [k, k]),
             halfbyte.ops.int8_linear(x.repeat(4, 1), eight[0], None, k),
             halfbyte.ops.fp8_linear(x, eight[1], None, k),
         ]

@@ -77,6 +77,27 @@ def codec(b: Bench) -> None:
     if bnb:
         peers["bitsandbytes"] = lambda _: bnb_rows(bnb, dense)
     b.compare(f"quantize bf16 -> nf4 {n * k / 1e9:.2f}e9", peers, n * k * 2.5625, graphs=False)
+    codec_lists(b, [b.size(each) for each in (576, 192, 1536)])  # SmolLM2-135M
+    codec_lists(b, [b.size(each) for each in (4096, 1024, 14336)])  # Llama-3 8B
+
+
+def codec_lists(b: Bench, widths: list[int]) -> None:
+    """The weights of a decoder block of widths d, k and v's, and the MLP's: one launch for all of them, or one each."""
+    d, kv, mlp = widths
+    shapes = [(d, d), (kv, d), (kv, d), (d, d), (mlp, d), (mlp, d), (d, mlp)]
+    columns, elements = [k for _, k in shapes], sum(n * k for n, k in shapes)
+    dense = b.rotate(lambda: [b.randn(n, k) for n, k in shapes], 2 * elements)
+    packed = b.rotate(lambda: halfbyte.ops.quantize_list([b.randn(n, k) for n, k in shapes], "nf4"), elements // 2)
+    peers: dict[str, Callable[[int], object]] = {
+        "halfbyte, a list": lambda i: halfbyte.ops.dequantize_list(packed(i), "nf4", columns),
+        "one by one": lambda i: [halfbyte.dequantize(rows, "nf4", k) for rows, k in zip(packed(i), columns, strict=True)],
+    }
+    b.compare(f"dequantize 7 weights of a block, d={d}", peers, elements * 2.5625)
+    peers = {
+        "halfbyte, a list": lambda i: halfbyte.ops.quantize_list(dense(i), "nf4"),
+        "one by one": lambda i: [halfbyte.quantize(weight, "nf4") for weight in dense(i)],
+    }
+    b.compare(f"quantize 7 weights of a block, d={d}", peers, elements * 2.5625)
 
 
 def linears(b: Bench) -> None:

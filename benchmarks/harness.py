@@ -50,6 +50,9 @@ PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
 # Hold torch's own kernels, oneDNN and MKL to what a machine without AVX-512 has; bitsandbytes has no such switch.
 HELD_TO_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
+# (N, K) of the linear layers in a decoder block of SmolLM2-135M: where a call costs as much as a matrix.
+SMALL_BLOCK = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
+
 T = TypeVar("T")
 
 

@@ -75,7 +75,7 @@ CASES = [
     Case(
         name="dequantize nf4 to bf16",
         file="dequantize",
-        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE0ELb0E",
+        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE0ELb0ELi1E",
         unit=r"STG\.E\.128",
         elements=8,
         bytes=2.5625,
@@ -87,7 +87,7 @@ CASES = [
     Case(
         name="dequantize nf4-dq to bf16",
         file="dequantize",
-        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE1ELb0E",
+        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE1ELb0ELi1E",
         unit=r"STG\.E\.128",
         elements=8,
         bytes=2.52,
@@ -97,7 +97,7 @@ CASES = [
     Case(
         name="dequantize int8 to bf16",
         file="dequantize",
-        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE2ELb0E",
+        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE2ELb0ELi1E",
         unit=r"STG\.E\.128",
         elements=8,
         bytes=3.0,
@@ -107,7 +107,7 @@ CASES = [
     Case(
         name="dequantize fp8 to bf16",
         file="dequantize",
-        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE3ELb0E",
+        symbol=f"dequantize_segments_kernelI{BF16}LNS1_6SchemeE3ELb0ELi1E",
         unit=r"STG\.E\.128",
         elements=8,
         bytes=3.0,
@@ -117,7 +117,7 @@ CASES = [
     Case(
         name="quantize bf16 to nf4",
         file="quantize",
-        symbol=f"quantize_segments_kernelI{BF16}Lb0ELb0E",
+        symbol=f"quantize_segments_kernelI{BF16}Lb0ELb0ELi1E",
         unit=r"LDG\.E\.128",
         elements=8,
         bytes=2.5625,
@@ -129,7 +129,7 @@ CASES = [
     Case(
         name="quantize bf16 to int8, second pass",
         file="quantize",
-        symbol=f"quantize_rows_8bit_kernelI{BF16}Lb0E",
+        symbol=f"quantize_rows_8bit_kernelI{BF16}Lb0ELi1E",
         unit=r"STG\.E\.64",
         elements=8,
         bytes=3.0,

@@ -1,6 +1,7 @@
 // Every quirk of LibTorch's stable ABI that the fronts need, and nowhere else (csrc/README.md explains the traps).
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <exception>
@@ -79,6 +80,24 @@ void parallel_rows(int64_t rows, int64_t grain, const Body& body) {
     }
   });
   if (error) std::rethrow_exception(error);
+}
+
+// parallel_rows over several matrices, (rows[i], columns[i]) each: body(i, begin, end) for ranges of rows. A thread gets `grain`
+// elements at least, of one matrix or of many small ones.
+template <class Body>
+void parallel_lists(const std::vector<int64_t>& rows, const std::vector<int64_t>& columns, int64_t grain, const Body& body) {
+  std::vector<int64_t> first{0};  // elements of the matrices before each
+  for (size_t i = 0; i < rows.size(); ++i) first.push_back(first.back() + rows[i] * columns[i]);
+  parallel_rows(first.back(), grain, [&](int64_t begin, int64_t end) {
+    size_t i = size_t(std::upper_bound(first.begin(), first.end(), begin) - first.begin()) - 1;
+    for (; i < rows.size() && first[i] < end; ++i) {
+      // A row is done by who has its first element.
+      const auto row_at = [&](int64_t element) {
+        return (std::clamp(element, first[i], first[i + 1]) - first[i] + columns[i] - 1) / columns[i];
+      };
+      if (row_at(begin) < row_at(end)) body(i, row_at(begin), row_at(end));
+    }
+  });
 }
 
 // aten::linear(input, weight, bias), without recording autograd.

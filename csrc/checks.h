@@ -54,7 +54,20 @@ inline std::string shape_text(const Tensor& t) {
   return text.str();
 }
 
-inline DType checked_dtype(const char* op, const char* argument, ScalarType dtype) {
+// How an error names a tensor: an argument, or an entry of a list.
+struct Operand {
+  const char* name;
+  int64_t index = -1;
+  Operand(const char* argument) : name(argument) {}  // NOLINT: an argument's name stands for it
+  Operand(const char* list, size_t i) : name(list), index(int64_t(i)) {}
+};
+inline std::ostream& operator<<(std::ostream& text, const Operand& operand) {
+  text << operand.name;
+  if (operand.index >= 0) text << '[' << operand.index << ']';
+  return text;
+}
+
+inline DType checked_dtype(const char* op, const Operand& argument, ScalarType dtype) {
   switch (dtype) {
     case ScalarType::Float: return DType::kFloat32;
     case ScalarType::BFloat16: return DType::kBFloat16;
@@ -63,7 +76,8 @@ inline DType checked_dtype(const char* op, const char* argument, ScalarType dtyp
   }
 }
 
-inline RowLayout checked_layout(const char* op, int64_t format, int64_t block_size, int64_t in_features) {
+inline RowLayout checked_layout(const char* op, int64_t format, int64_t block_size, int64_t in_features,
+                                const Operand& name = "in_features") {
   HALFBYTE_CHECK(format >= 0 && format < kNumFormats, op, "format must be an id from 0 to ", kNumFormats - 1, ", got ", format);
   if (is_4bit(int32_t(format))) {
     HALFBYTE_CHECK(block_size >= 32 && block_size <= 4096 && (block_size & (block_size - 1)) == 0, op,
@@ -74,21 +88,22 @@ inline RowLayout checked_layout(const char* op, int64_t format, int64_t block_si
   }
   // 2^40 elements a row is far beyond any tensor and keeps every product below 2^63.
   HALFBYTE_CHECK(in_features >= 1 && in_features <= (int64_t(1) << 40), op,
-                 "in_features must be from 1 to 2^40, got ", in_features);
+                 name, " must be from 1 to 2^40, got ", in_features);
   return row_layout(int32_t(format), block_size, in_features);
 }
 
 // packed: uint8 with rows of layout.row_bytes in its last dimension, any number of leading dimensions >= min_dim - 1.
-inline void check_packed(const char* op, const Tensor& packed, const RowLayout& layout, int64_t min_dim = 2) {
-  HALFBYTE_CHECK(packed.scalar_type() == ScalarType::Byte, op, "packed must be uint8, got ", dtype_name(packed.scalar_type()));
-  HALFBYTE_CHECK(packed.dim() >= min_dim, op, "packed must have at least ", min_dim, " dimensions, got shape ", shape_text(packed));
+inline void check_packed(const char* op, const Tensor& packed, const RowLayout& layout, int64_t min_dim = 2,
+                         const Operand& name = "packed") {
+  HALFBYTE_CHECK(packed.scalar_type() == ScalarType::Byte, op, name, " must be uint8, got ", dtype_name(packed.scalar_type()));
+  HALFBYTE_CHECK(packed.dim() >= min_dim, op, name, " must have at least ", min_dim, " dimensions, got shape ", shape_text(packed));
   const int64_t got = packed.size(packed.dim() - 1);
-  HALFBYTE_CHECK(got == layout.row_bytes, op, "packed must have ", layout.row_bytes, " bytes per row for ",
+  HALFBYTE_CHECK(got == layout.row_bytes, op, name, " must have ", layout.row_bytes, " bytes per row for ",
                  kFormatNames[layout.format], " with in_features=", layout.in_features, ", got ", got,
                  "; was it quantized with another format?");
 }
 
-inline void check_same_device(const char* op, const char* name_a, const Tensor& a, const char* name_b, const Tensor& b) {
+inline void check_same_device(const char* op, const Operand& name_a, const Tensor& a, const Operand& name_b, const Tensor& b) {
   HALFBYTE_CHECK(a.device() == b.device(), op, name_a, " and ", name_b, " must be on the same device, got ",
                  a.is_cpu() ? "cpu" : "another device", " and ", b.is_cpu() ? "cpu" : "another device");
 }

@@ -9,6 +9,8 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   m.def("quantize(Tensor input, int format, int block_size) -> Tensor");
   // the same with given absmax values: scales (..., num_blocks) float32
   m.def("quantize_with_scales(Tensor input, Tensor scales, int format, int block_size) -> Tensor");
+  // quantize of several tensors of one dtype at once
+  m.def("quantize_list(Tensor[] input, int format, int block_size) -> Tensor[]");
   // quantize into memory that exists: packed (..., row_bytes) uint8 contiguous <- input (..., K)
   m.def("quantize_(Tensor(a!) packed, Tensor input, int format, int block_size) -> ()");
   // quantize_ on the group's source_rank, then the rows travel by torch.distributed: all of them to every rank (broadcast), or
@@ -21,6 +23,8 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
       "-> ()");
   // (..., row_bytes) uint8 -> (..., K) dtype
   m.def("dequantize(Tensor packed, int format, int block_size, int in_features, ScalarType dtype) -> Tensor");
+  // dequantize of several tensors at once, each with its own in_features
+  m.def("dequantize_list(Tensor[] packed, int format, int block_size, int[] in_features, ScalarType dtype) -> Tensor[]");
   // (..., K) x packed (N, row_bytes) + bias (N,) -> (..., N), in input's dtype
   m.def("linear(Tensor input, Tensor packed, Tensor? bias, int format, int block_size, int in_features) -> Tensor");
   // gradient of linear's input: (..., N) x packed (N, row_bytes) -> (..., K), in grad_output's dtype

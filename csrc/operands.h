@@ -28,6 +28,36 @@ inline void check_target(const char* op, const Tensor& packed, const Tensor& inp
   HALFBYTE_CHECK(packed.is_contiguous(), op, "packed must be contiguous: its rows are written where they are");
 }
 
+// input of quantize_list, of one dtype and on one device. Returns the layouts of their rows.
+inline std::vector<RowLayout> checked_input_list(const char* op, const std::vector<Tensor>& input, int64_t format,
+                                                 int64_t block_size) {
+  std::vector<RowLayout> layouts;
+  for (size_t i = 0; i < input.size(); ++i) {
+    const Operand name("input", i), first("input", 0);
+    HALFBYTE_CHECK(input[i].dim() >= 2, op, name, " must have at least 2 dimensions, got shape ", shape_text(input[i]));
+    checked_dtype(op, name, input[i].scalar_type());
+    HALFBYTE_CHECK(input[i].scalar_type() == input[0].scalar_type(), op, name, " must have the dtype of ", first, ", ",
+                   dtype_name(input[0].scalar_type()), ", got ", dtype_name(input[i].scalar_type()));
+    check_same_device(op, name, input[i], first, input[0]);
+    layouts.push_back(checked_layout(op, format, block_size, input[i].size(input[i].dim() - 1), {"in_features", i}));
+  }
+  return layouts;
+}
+
+// packed of dequantize_list, each with its own in_features, all on one device. Returns their layouts.
+inline std::vector<RowLayout> checked_packed_list(const char* op, const std::vector<Tensor>& packed, int64_t format,
+                                                  int64_t block_size, const std::vector<int64_t>& in_features) {
+  HALFBYTE_CHECK(in_features.size() == packed.size(), op, "in_features must have one entry per tensor of packed, ", packed.size(),
+                 ", got ", in_features.size());
+  std::vector<RowLayout> layouts;
+  for (size_t i = 0; i < packed.size(); ++i) {
+    layouts.push_back(checked_layout(op, format, block_size, in_features[i], {"in_features", i}));
+    check_packed(op, packed[i], layouts[i], 2, {"packed", i});
+    check_same_device(op, {"packed", i}, packed[i], {"packed", 0}, packed[0]);
+  }
+  return layouts;
+}
+
 // t (input or grad_output) against a packed weight (out_features, row_bytes).
 inline RowLayout checked_product(const char* op, const char* name, const Tensor& t, const Tensor& packed, int64_t format,
                                  int64_t block_size, int64_t in_features) {

@@ -10,12 +10,24 @@ leading dimensions, B blocks of a row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from halfbyte.formats import FP4_CODES, FP4_THRESHOLDS, FP4_VALUES, NF4_THRESHOLDS, NF4_VALUES, Format
 
-__all__ = ["dequantize", "embedding", "linear", "linear_backward_input", "quantize", "quantize_with_scales", "unpack"]
+__all__ = [
+    "dequantize",
+    "dequantize_list",
+    "embedding",
+    "linear",
+    "linear_backward_input",
+    "quantize",
+    "quantize_list",
+    "quantize_with_scales",
+    "unpack",
+]
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _LARGEST = {"int8": 127.0, "fp8": 448.0}  # the code value that stands for absmax
@@ -43,6 +55,23 @@ def quantize(input: Tensor, format: Format | str) -> Tensor:
         tensor([[ 2.0000, -1.0501,  0.4922]])
     """
     return _quantize("quantize", input, None, Format.parse(format))
+
+
+def quantize_list(inputs: Sequence[Tensor], format: Format | str) -> list[Tensor]:
+    """Packs the rows of several tensors, one after the other.
+
+    Args:
+        inputs: tensors ``(..., K)`` fp32, bf16 or fp16, two dimensions or more, ``K >= 1``.
+        format: what to pack into.
+
+    Returns:
+        Tensors ``(..., row_bytes)`` uint8.
+
+    Raises:
+        TypeError: an entry is not fp32, bf16 or fp16.
+        ValueError: an entry has fewer than two dimensions, or K = 0.
+    """
+    return [quantize(input, format) for input in inputs]
 
 
 def quantize_with_scales(input: Tensor, scales: Tensor, format: Format | str) -> Tensor:
@@ -101,6 +130,27 @@ def dequantize(packed: Tensor, format: Format | str, in_features: int, dtype: to
         values, scales = codes.view(torch.float8_e4m3fn).float(), scales / _LARGEST["fp8"]
     block_size = format.block_size or in_features
     return (values * scales.repeat_interleave(block_size, dim=-1)[..., :in_features]).to(dtype)
+
+
+def dequantize_list(
+    packed: Sequence[Tensor], format: Format | str, in_features: Sequence[int], dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """Unpacks the rows of several tensors, one after the other.
+
+    Args:
+        packed: tensors ``(..., row_bytes)`` uint8.
+        format: what the rows are packed in.
+        in_features: K of each.
+        dtype: fp32, bf16 or fp16.
+
+    Returns:
+        Tensors ``(..., K)`` of ``dtype``.
+
+    Raises:
+        TypeError: an entry is not uint8, or ``dtype`` is none of the three.
+        ValueError: lists of different lengths, or rows that have not the ``row_bytes`` of this format and K.
+    """
+    return [dequantize(rows, format, k, dtype) for rows, k in zip(packed, in_features, strict=True)]
 
 
 def unpack(packed: Tensor, format: Format | str, in_features: int) -> tuple[Tensor, Tensor]:

@@ -98,6 +98,27 @@ def _quantize_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Excep
         yield (torch.ones(2, 64, device=device, dtype=dtype), 0, 64), ValueError, "input must be float32"
 
 
+def _quantize_list_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            shapes = ((3, 64), (2, 65), (5, 8), (1, 576))
+            yield [torch.randn(shape, device=device, dtype=dtype) for shape in shapes], format.id, format.block_size
+    x = torch.randn(2, 3, 64, device=device)
+    yield [torch.randn(64, 5, device=device).t(), x, x[:0]], 0, 64
+    yield [x[0, :1]] * 100, 0, 64  # more than a launch takes
+    yield [x], 0, 64
+
+
+def _quantize_list_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    good = torch.randn(2, 64, device=device)
+    for (x, format, block_size), error, text in _quantize_hostile(device):
+        named = text.replace("in_features must", r"in_features\[1\] must").replace("input must", r"input\[1\] must")
+        named = named.replace("at least 2", r"input\[1\] must have at least 2")
+        yield ([good, x], format, block_size), error, named
+    mixed = [good, good.bfloat16()]
+    yield (mixed, 0, 64), ValueError, r"input\[1\] must have the dtype of input\[0\], float32, got bfloat16"
+
+
 def _scales_samples(device: str) -> Iterator[tuple[Any, ...]]:
     for format in ALL_FORMATS:
         x = torch.randn(3, 100, device=device)
@@ -176,6 +197,31 @@ def _dequantize_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exc
     packed = random_packed(ALL_FORMATS[0], 2, 64, device)
     for dtype in (torch.float64, torch.int32, torch.uint8):
         yield (packed, 0, 64, 64, dtype), ValueError, "dtype must be float32"
+
+
+def _dequantize_list_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    for format in ALL_FORMATS:
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            columns = [64, 65, 8, 576]
+            packed = [random_packed(format, n, k, device, n) for n, k in zip((3, 2, 5, 1), columns, strict=True)]
+            yield packed, format.id, format.block_size, columns, dtype
+    rows = random_packed(ALL_FORMATS[0], 4, 64, device)
+    yield [rows[::2], rows.view(2, 2, -1), rows[:0]], 0, 64, [64, 64, 64], torch.float32
+    yield [rows[:1]] * 100, 0, 64, [64] * 100, torch.bfloat16  # more than a launch takes
+    yield [rows], 0, 64, [64], torch.float32
+
+
+def _dequantize_list_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    good = random_packed(ALL_FORMATS[0], 2, 64, device)
+    # The text names the entry: the bad one is the second.
+    for arguments, error, text in _bad_rows(lambda packed, *sizes: (packed, *sizes, torch.float32), device):
+        packed, format, block_size, columns, dtype = arguments
+        named = text.replace("in_features must", r"in_features\[1\] must").replace("packed must", r"packed\[1\] must")
+        named = named.replace("at least 2", r"packed\[1\] must have at least 2")
+        yield ([good, packed], format, block_size, [64, columns], dtype), error, named
+    lengths = "in_features must have one entry per tensor of packed, 2, got 1"
+    yield ([good, good], 0, 64, [64], torch.float32), ValueError, lengths
+    yield ([good], 0, 64, [64], torch.float64), ValueError, "dtype must be float32"
 
 
 def _linear_samples(device: str) -> Iterator[tuple[Any, ...]]:
@@ -429,11 +475,13 @@ def _optimizer_hostile(name: str) -> Callable[[str], Iterator[tuple[tuple[Any, .
 
 SPECS: dict[str, OpSpec] = {
     "quantize": OpSpec(_quantize_samples, _quantize_hostile),
+    "quantize_list": OpSpec(_quantize_list_samples, _quantize_list_hostile),
     "quantize_with_scales": OpSpec(_scales_samples, _scales_hostile),
     "quantize_": OpSpec(_in_place_samples, _in_place_hostile),
     "quantize_broadcast_": OpSpec(_moving_samples, _moving_hostile),
     "quantize_scatter_": OpSpec(_moving_samples, _moving_hostile),
     "dequantize": OpSpec(_dequantize_samples, _dequantize_hostile),
+    "dequantize_list": OpSpec(_dequantize_list_samples, _dequantize_list_hostile),
     "linear": OpSpec(_linear_samples, _linear_hostile, differentiable=True),
     "linear_backward_input": OpSpec(_backward_samples, _backward_hostile, differentiable=True),
     "int8_linear": OpSpec(_quantized_input_samples("int8"), _quantized_input_hostile("int8"), differentiable=True),

@@ -13,7 +13,8 @@ from torch.optim import Optimizer
 
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
-from halfbyte.nn.linear import QuantLinear, dequantize_linear_, quantize_linear_
+from halfbyte.nn.batches import dense_weights
+from halfbyte.nn.linear import QuantLinear, dequantize_linear_, quantize_linears_
 from halfbyte.nn.packed import as_dtype
 from halfbyte.nn.skip import mark_dense, matches
 from lightning_plugin.distribution import Callback, LightningModule, Trainer, rank_zero_info
@@ -37,8 +38,8 @@ class _Scheduled(Callback):
             self.schedule[int(step)] = tuple(patterns)  # keys of JSON are strings
         self.changed: list[str] = []
 
-    def change(self, module: LightningModule, layer: nn.Linear) -> None:
-        """Changes one layer in place."""
+    def change(self, module: LightningModule, layers: Sequence[nn.Linear]) -> None:
+        """Changes layers in place."""
         raise NotImplementedError
 
     def is_due(self, layer: nn.Module) -> bool:
@@ -60,11 +61,10 @@ class _Scheduled(Callback):
             convert = getattr(trainer.precision_plugin, "convert_module", None)
             if names and convert is not None:
                 convert(pl_module)
-            for name in names:
-                layer = pl_module.get_submodule(name)
-                if self.is_due(layer):
-                    self.change(pl_module, layer)  # type: ignore[arg-type]
-                    layer.weight.requires_grad_(False)  # configure_optimizers must see what it saw in the first run
+            due: list[Any] = [layer for layer in map(pl_module.get_submodule, names) if self.is_due(layer)]
+            self.change(pl_module, due)
+            for layer in due:
+                layer.weight.requires_grad_(False)  # configure_optimizers must see what it saw in the first run
             return load(checkpoint, *args, **kwargs)
 
         strategy.load_model_state_dict = with_layers_changed
@@ -100,9 +100,9 @@ class _Scheduled(Callback):
                     f"{self._could(pl_module)}"
                 )
             changing = [(name, layer) for name, layer in due if self.is_due(layer)]
-            for name, layer in changing:
-                before = layer.weight
-                self.change(pl_module, layer)
+            weights = [layer.weight for _, layer in changing]
+            self.change(pl_module, [layer for _, layer in changing])
+            for (name, layer), before in zip(changing, weights, strict=True):
                 self.changed.append(name)
                 self.settle(trainer, layer, before)
                 rank_zero_info(f"{type(self).__name__}: step {trainer.global_step}: {name}")
@@ -158,11 +158,12 @@ class GradualUnfreezing(_Scheduled):
         """Packed linear layers."""
         return isinstance(layer, QuantLinear)
 
-    def change(self, module: LightningModule, layer: nn.Linear) -> None:
-        """Decodes a packed layer."""
-        assert isinstance(layer, QuantLinear)
-        dense = dequantize_linear_(layer, nn.Parameter(layer.dequantize(self.dtype or layer.dense_dtype)))
-        mark_dense(dense, _UNFROZEN)  # the precision plugin must not pack it again
+    def change(self, module: LightningModule, layers: Sequence[nn.Linear]) -> None:
+        """Decodes packed layers."""
+        packed = [layer for layer in layers if isinstance(layer, QuantLinear)]
+        for layer, weight in dense_weights(packed, lambda layer: self.dtype or layer.dense_dtype):
+            assert isinstance(layer, QuantLinear)
+            mark_dense(dequantize_linear_(layer, nn.Parameter(weight)), _UNFROZEN)  # the plugin must not pack it again
 
     def settle(self, trainer: Trainer, layer: nn.Linear, before: torch.Tensor) -> None:
         """Makes the layer's parameters trainable and adds what the optimizer does not hold yet."""
@@ -221,10 +222,11 @@ class ProgressiveQuantization(_Scheduled):
         """Exact dense linear layers: subclasses have a forward of their own."""
         return type(layer) is nn.Linear
 
-    def change(self, module: LightningModule, layer: nn.Linear) -> None:
-        """Packs a dense layer; a bias stays as it is."""
-        layer.weight.grad = None
-        quantize_linear_(layer, Format.parse(self.format), self.compute_dtype)
+    def change(self, module: LightningModule, layers: Sequence[nn.Linear]) -> None:
+        """Packs dense layers; their biases stay as they are."""
+        for layer in layers:
+            layer.weight.grad = None
+        quantize_linears_(layers, Format.parse(self.format), self.compute_dtype)
 
     def settle(self, trainer: Trainer, layer: nn.Linear, before: torch.Tensor) -> None:
         """Takes the weight from the optimizer, with its state."""

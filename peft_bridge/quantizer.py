@@ -14,6 +14,7 @@ from transformers.quantizers.base import HfQuantizer
 from halfbyte.errors import QuantizationError
 from halfbyte.formats import Format
 from halfbyte.nn.attention import adapt_attention
+from halfbyte.nn.batches import dense_weights
 from halfbyte.nn.convert import nothing_quantized
 from halfbyte.nn.embedding import QuantEmbedding, dequantize_embedding_
 from halfbyte.nn.experts import (
@@ -343,12 +344,13 @@ class HalfbyteQuantizer(HfQuantizer):
     def _dequantize(self, model: PreTrainedModel, dtype: Any = None) -> PreTrainedModel:
         # The config holds the dtype as a string after a reload.
         target = as_dtype("dtype", str(dtype).removeprefix("torch.")) if dtype is not None else None
-        for module in list(model.modules()):
+        modules = list(model.modules())
+        for module in modules:
             if isinstance(module, QuantExperts):
                 dequantize_experts_(module, target or module.dense_dtype)
-            if not isinstance(module, PackedRows):
-                continue
-            dense = nn.Parameter(module.dequantize(target or module.dense_dtype), requires_grad=False)
+        rows = (module for module in modules if isinstance(module, PackedRows))
+        for module, weight in dense_weights(rows, lambda module: target or module.dense_dtype):
+            dense = nn.Parameter(weight, requires_grad=False)
             if isinstance(module, QuantLinear):
                 dequantize_linear_(module, dense)
             elif isinstance(module, QuantEmbedding):

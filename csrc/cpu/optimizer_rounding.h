@@ -2,30 +2,12 @@
 // distance from the one below, by 16 random bits that depend on (seed, step, global element index) alone.
 #pragma once
 
+#include "../philox.h"
 #include "optimizer.h"
 #include "simd/scalar.h"
 
 namespace halfbyte::cpu::optimizer {
 namespace {
-
-// Philox 4x32-10 (Salmon et al. 2011, doi:10.1145/2063384.2063405).
-struct Philox {
-  uint32_t word[4];
-};
-inline Philox philox(uint64_t counter, uint32_t step, uint64_t seed) {
-  uint32_t c0 = uint32_t(counter), c1 = uint32_t(counter >> 32), c2 = step, c3 = 0;
-  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t p0 = uint64_t(0xD2511F53u) * c0, p1 = uint64_t(0xCD9E8D57u) * c2;
-    c0 = uint32_t(p1 >> 32) ^ c1 ^ k0;
-    c2 = uint32_t(p0 >> 32) ^ c3 ^ k1;
-    c1 = uint32_t(p1);
-    c3 = uint32_t(p0);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return {{c0, c1, c2, c3}};
-}
 
 // Up when fraction(x / spacing) + random / 65536 >= 1; NaN and Inf as with rounding to nearest.
 inline void round_to(float x, uint32_t random, BFloat16* out) {
@@ -56,7 +38,7 @@ inline void round_stochastic(const float* x, int64_t count, uint64_t first, uint
   for (int64_t i = 0; i < count; ++i) {
     const uint64_t index = first + uint64_t(i);
     if (i == 0 || index % 8 == 0) random = philox(index / 8, step, seed);
-    round_to(x[i], (random.word[index % 8 / 2] >> (index % 2 * 16)) & 0xFFFFu, out + i);
+    round_to(x[i], random16(random, uint32_t(index % 8)), out + i);
   }
 }
 

@@ -1,4 +1,4 @@
-// Fronts of quantize, quantize_with_scales and quantize_ on the CPU: check, allocate, split rows over threads.
+// Fronts of quantize, quantize_list, quantize_with_scales and quantize_ on the CPU: check, allocate, split rows over threads.
 #include "../bridge.h"
 #include "../operands.h"
 #include "isa.h"
@@ -6,6 +6,8 @@
 
 namespace halfbyte::cpu {
 namespace {
+
+constexpr int64_t kGrain = int64_t(1) << 14;  // elements a thread should get at least
 
 Tensor quantize_checked(const char* op, const Tensor& input, const std::optional<Tensor>& scales, int64_t format,
                         int64_t block_size, const std::optional<Tensor>& into = std::nullopt) {
@@ -27,7 +29,7 @@ Tensor quantize_checked(const char* op, const Tensor& input, const std::optional
   const float* given = s ? s->const_data_ptr<float>() : nullptr;
   auto* target = packed.mutable_data_ptr<uint8_t>();
   const Kernels& table = kernels();
-  parallel_rows(rows, 1 + (int64_t(1) << 14) / layout.in_features, [&](int64_t begin, int64_t end) {
+  parallel_rows(rows, 1 + kGrain / layout.in_features, [&](int64_t begin, int64_t end) {
     table.quantize_rows(source + begin * source_row, dtype, given ? given + begin * layout.num_blocks : nullptr,
                         end - begin, layout, target + begin * layout.row_bytes);
   });
@@ -46,11 +48,39 @@ void quantize_(const Tensor& packed, const Tensor& input, int64_t format, int64_
   quantize_checked("quantize_", input, std::nullopt, format, block_size, packed);
 }
 
+std::vector<Tensor> quantize_list(const std::vector<Tensor>& input, int64_t format, int64_t block_size) {
+  constexpr const char* op = "quantize_list";
+  const std::vector<RowLayout> layouts = checked_input_list(op, input, format, block_size);
+  if (input.empty()) return {};
+  const DType dtype = checked_dtype(op, "input", input[0].scalar_type());
+  const int64_t element_size = int64_t(input[0].element_size());
+  std::vector<Tensor> sources, outputs;
+  std::vector<const char*> from;
+  std::vector<uint8_t*> to;
+  std::vector<int64_t> rows, columns;
+  for (size_t i = 0; i < input.size(); ++i) {
+    sources.push_back(as_contiguous(input[i]));
+    outputs.push_back(new_tensor(input[i], with_last_size(input[i], layouts[i].row_bytes), ScalarType::Byte));
+    from.push_back(static_cast<const char*>(sources[i].const_data_ptr()));
+    to.push_back(static_cast<uint8_t*>(outputs[i].mutable_data_ptr()));
+    rows.push_back(leading_numel(input[i]));
+    columns.push_back(layouts[i].in_features);
+    prefer_huge_pages(to[i], rows[i] * layouts[i].row_bytes);
+  }
+  const Kernels& table = kernels();
+  parallel_lists(rows, columns, kGrain, [&](size_t i, int64_t begin, int64_t end) {
+    table.quantize_rows(from[i] + begin * layouts[i].in_features * element_size, dtype, nullptr, end - begin, layouts[i],
+                        to[i] + begin * layouts[i].row_bytes);
+  });
+  return outputs;
+}
+
 }  // namespace
 }  // namespace halfbyte::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) {
   m.impl("quantize", TORCH_BOX(&halfbyte::cpu::quantize));
+  m.impl("quantize_list", TORCH_BOX(&halfbyte::cpu::quantize_list));
   m.impl("quantize_with_scales", TORCH_BOX(&halfbyte::cpu::quantize_with_scales));
   m.impl("quantize_", TORCH_BOX(&halfbyte::cpu::quantize_));
 }

@@ -15,19 +15,46 @@ namespace halfbyte::cuda {
 struct OptimizerTable;
 struct OptimizerInputs;
 
-// packed (rows, row_bytes) contiguous, any alignment -> output (rows, K) of dtype, contiguous, any alignment.
-cudaError_t launch_dequantize(const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype, void* output,
-                              cudaStream_t stream);
+// One tensor of dequantize: packed (rows, row_bytes) -> output (rows, K), both contiguous, any alignment.
+struct DequantizeTensor {
+  const uint8_t* packed;
+  int64_t rows;
+  RowLayout layout;
+  void* output;
+};
+
+// `count` tensors of one format and block size -> outputs of dtype: one launch for up to 48 of them, another where some lie on
+// odd addresses or have odd row lengths.
+cudaError_t launch_dequantize(const DequantizeTensor* tensors, size_t count, DType dtype, cudaStream_t stream);
+inline cudaError_t launch_dequantize(const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype, void* output,
+                                     cudaStream_t stream) {
+  const DequantizeTensor tensor{packed, rows, layout, output};
+  return launch_dequantize(&tensor, 1, dtype, stream);
+}
 
 // Row indices[i] of packed (num_embeddings, row_bytes) -> output row i. indices (count,) int64 (`wide`) or int32. An index
 // out of range stops the kernel with a device-side assertion, as torch's embedding does.
 cudaError_t launch_embedding(const void* indices, bool wide, int64_t count, const uint8_t* packed, int64_t num_embeddings,
                              const RowLayout& layout, DType dtype, void* output, cudaStream_t stream);
 
-// input (rows, K) of dtype, contiguous, any alignment -> packed (rows, row_bytes), 16-byte aligned. scales (rows,
-// num_blocks) float32 replaces the computed absmax unless null.
-cudaError_t launch_quantize(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
-                            uint8_t* packed, cudaStream_t stream);
+// One tensor of quantize: input (rows, K), contiguous, any alignment -> packed (rows, row_bytes), 16-byte aligned. scales (rows,
+// num_blocks) float32 replaces the computed absmax unless null, as it is in every entry of a list.
+struct QuantizeTensor {
+  const void* input;
+  const float* scales;
+  int64_t rows;
+  RowLayout layout;
+  uint8_t* packed;
+};
+
+// `count` tensors of dtype -> rows of one format and block size: one launch for up to 28 of them, another where some lie on odd
+// addresses or have odd row lengths.
+cudaError_t launch_quantize(const QuantizeTensor* tensors, size_t count, DType dtype, cudaStream_t stream);
+inline cudaError_t launch_quantize(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
+                                   uint8_t* packed, cudaStream_t stream) {
+  const QuantizeTensor tensor{input, scales, rows, layout, packed};
+  return launch_quantize(&tensor, 1, dtype, stream);
+}
 
 // A product with packed that a kernel makes without writing the weight anywhere; linear_route.h says which problems. linear:
 // input (M, K), `columns` is N. linear_backward_input: input is grad_output (M, N), `columns` is K.

@@ -225,20 +225,6 @@ __device__ inline void update_task(const TableEntry& t, uint32_t task, const Cla
   }
 }
 
-// The entry that holds `task`: the last one whose first task is not above it.
-__device__ inline int find_entry(const OptimizerTable& table, uint32_t task) {
-  int low = 0, high = table.entries - 1;
-  while (low < high) {
-    const int middle = (low + high + 1) / 2;
-    if (table.entry[middle].first_task <= task) {
-      low = middle;
-    } else {
-      high = middle - 1;
-    }
-  }
-  return low;
-}
-
 template <OptimizerRule RULE>
 __global__ void __launch_bounds__(kThreads, kResident)
     optimizer_kernel(const __grid_constant__ OptimizerTable table, const OptimizerHyper hyper, const OptimizerInputs inputs) {
@@ -258,14 +244,9 @@ __global__ void __launch_bounds__(kThreads, kResident)
   const double grad_scale = inputs.grad_scale ? double(*inputs.grad_scale) : 1.0;
   const uint32_t warp = threadIdx.x / 32;
   float known_step = bits_float(kNaNBits);  // differs from everything
-  int entry = 0;
-  uint32_t entry_end = 0;  // the first task after the entry's
+  TaskCursor<OptimizerTable> cursor;
   for (uint32_t task = blockIdx.x * kWarps + warp; task < table.tasks; task += gridDim.x * kWarps) {
-    if (task >= entry_end) {
-      entry = find_entry(table, task);
-      entry_end = entry + 1 < table.entries ? table.entry[entry + 1].first_task : table.tasks;
-    }
-    const TableEntry& t = table.entry[entry];
+    const TableEntry& t = cursor.at(table, task);
     const float step = *t.step;
     if (step != known_step) {
       HALFBYTE_DEVICE_ASSERT(step >= 1.0f && step <= 0x1p24f && "halfbyte: steps must be from 1 to 2^24");

@@ -1,11 +1,10 @@
-// The list of an optimizer step as kernel arguments: pointers by value, so that a step needs no copy to the device, no
-// allocation and no synchronization, and a captured graph holds everything it needs.
+// The list of an optimizer step as kernel arguments (task_table.h).
 #pragma once
 
 #include <vector>
 
 #include "../optimizer.h"
-#include "geometry.h"
+#include "task_table.h"
 
 namespace halfbyte::cuda {
 
@@ -32,12 +31,7 @@ struct TableEntry {
 };
 
 // 336 entries of 96 bytes stay below the 32764 bytes that CUDA 12.1 allows for kernel arguments.
-constexpr int kTableEntries = 336;
-struct OptimizerTable {
-  TableEntry entry[kTableEntries];
-  int entries;
-  uint32_t tasks;
-};
+struct OptimizerTable : TaskTable<TableEntry, 336> {};
 
 // What the kernel reads from device memory besides the table.
 struct OptimizerInputs {
@@ -73,19 +67,12 @@ inline Access access_of(const OptimizerTensor& t, uint32_t blocks) {
   return plain && blocks < uint32_t(1) << 27 ? Access::kPlain : Access::kVector;  // units of 8 fit 32 bits
 }
 
-// Splits the list into tables of at most kTableEntries entries and less than 2^31 blocks and tasks each; one launch each.
+// Splits the list into tables of less than 2^31 blocks and tasks each; one launch each.
 // Calls launch(table) until it returns non-zero and returns what the last call returned.
 template <class Launch>
 auto for_each_table(const std::vector<OptimizerTensor>& tensors, const std::vector<int64_t>& rows,
                     const std::vector<const float*>& steps, const Launch& launch) {
-  OptimizerTable table{};
-  decltype(launch(table)) status{};
-  const auto flush_table = [&] {
-    if (table.entries > 0) status = launch(table);
-    table.entries = 0;
-    table.tasks = 0;
-    return int(status) == 0;
-  };
+  TableLauncher<OptimizerTable, Launch> tables(launch);
   for (size_t i = 0; i < tensors.size(); ++i) {
     const OptimizerTensor& t = tensors[i];
     if (t.blocks_per_row == 0) continue;
@@ -109,17 +96,10 @@ auto for_each_table(const std::vector<OptimizerTensor>& tensors, const std::vect
       e.grad_dtype = uint8_t(t.grad_dtype);
       e.log2_lanes = log2_lanes_for(t.row_length);
       e.access = access_of(t, e.blocks);
-      const uint32_t tasks = tasks_of(e.blocks, e.log2_lanes);
-      if (table.entries == kTableEntries || uint64_t(table.tasks) + tasks > uint64_t(kMaxUnitsPerLaunch)) {
-        if (!flush_table()) return status;
-      }
-      e.first_task = table.tasks;
-      table.entry[table.entries++] = e;
-      table.tasks += tasks;
+      if (!tables.add(e, tasks_of(e.blocks, e.log2_lanes))) return tables.finish();
     }
   }
-  flush_table();
-  return status;
+  return tables.finish();
 }
 
 }  // namespace halfbyte::cuda

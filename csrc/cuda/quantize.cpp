@@ -1,4 +1,4 @@
-// Fronts of quantize, quantize_with_scales and quantize_ on CUDA: check, allocate, one launch.
+// Fronts of quantize, quantize_list, quantize_with_scales and quantize_ on CUDA: check, allocate, one launch.
 #include "../operands.h"
 #include "kernels.h"
 #include "stream.h"
@@ -37,11 +37,30 @@ void quantize_(const Tensor& packed, const Tensor& input, int64_t format, int64_
   quantize_checked("quantize_", input, std::nullopt, format, block_size, packed);
 }
 
+std::vector<Tensor> quantize_list(const std::vector<Tensor>& input, int64_t format, int64_t block_size) {
+  constexpr const char* op = "quantize_list";
+  const std::vector<RowLayout> layouts = checked_input_list(op, input, format, block_size);
+  if (input.empty()) return {};
+  const LaunchScope scope(op, input[0]);
+  std::vector<Tensor> sources, outputs;  // sources: copies of strided ones must live until the launch
+  std::vector<QuantizeTensor> tensors;
+  for (size_t i = 0; i < input.size(); ++i) {
+    sources.push_back(as_contiguous(input[i]));
+    outputs.push_back(new_tensor(input[i], with_last_size(input[i], layouts[i].row_bytes), ScalarType::Byte));
+    tensors.push_back({sources[i].const_data_ptr(), nullptr, leading_numel(input[i]), layouts[i],
+                       static_cast<uint8_t*>(outputs[i].mutable_data_ptr())});
+  }
+  const DType dtype = checked_dtype(op, "input", input[0].scalar_type());
+  scope.check(launch_quantize(tensors.data(), tensors.size(), dtype, scope.stream()));
+  return outputs;
+}
+
 }  // namespace
 }  // namespace halfbyte::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CUDA, m) {
   m.impl("quantize", TORCH_BOX(&halfbyte::cuda::quantize));
+  m.impl("quantize_list", TORCH_BOX(&halfbyte::cuda::quantize_list));
   m.impl("quantize_with_scales", TORCH_BOX(&halfbyte::cuda::quantize_with_scales));
   m.impl("quantize_", TORCH_BOX(&halfbyte::cuda::quantize_));
 }

@@ -6,8 +6,11 @@
 //
 // quantize_segments_kernel is the way of nf4 and fp4 weights of a model (blocks of up to 256, rows of whole 16-byte loads): a warp
 // takes 1024 elements of one row, addresses are made once per 32 of a lane, and the encoder's table lies in the lanes of the warp.
+//
+// All work through a table of tensors (task_table.h): one entry for quantize, up to kListEntries for quantize_list.
 #include "kernels.h"
 #include "row_units.h"
+#include "task_table.h"
 
 namespace halfbyte::cuda {
 namespace {
@@ -15,23 +18,37 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-struct QuantizeArgs {
-  const void* input;
-  const float* scales;  // (rows, num_blocks), or null: computed
+struct QuantizeEntry {
+  const void* input;     // first row, as all addresses
+  const float* scales;   // (rows, num_blocks), or null: computed
   uint8_t* packed;
   RowLayout layout;
-  int64_t first_row;     // of this tile
-  int64_t first_block;   // of this tile; a block may be a segment
-  int64_t rows;          // of this tile
-  FastDivisor blocks;    // per row of this tile
-  uint32_t total_blocks; // of this tile
-  int block_shift;       // log2 of the block size (segments)
-  int lanes;             // threads that share a block: 4..32
-  int units;             // units of a full block, a multiple of lanes
+  int64_t first_block;   // of this entry within a row: not 0 only where a row has more than a launch takes
+  FastDivisor blocks;    // per row of this entry; a block may be a segment, or the whole row
+  uint32_t total_blocks;
+  uint32_t first_task;   // tasks: CTAs full of blocks, segments, or rows
   int load_width;        // bytes an input load may take
-  EncodeTable table;
+};
+
+// Threads that share a block: 4..32; and units of a full block, a multiple of them.
+struct Sharing {
+  int lanes, units;
+};
+
+constexpr int kListEntries = 28;
+
+template <int N>
+struct QuantizeArgs {
+  TaskTable<QuantizeEntry, N> table;
+  int block_shift;  // log2 of the block size (segments)
+  Sharing sharing;
+  EncodeTable encode;
   LaneBuckets lane_buckets;
 };
+static_assert(sizeof(QuantizeArgs<kListEntries>) <= 4096, "kernel arguments of any driver");
+
+template <int N>
+using Cursor = TaskCursor<TaskTable<QuantizeEntry, N>>;
 
 __device__ inline int clamp_count(int64_t left) { return left <= 0 ? 0 : left < kUnit ? int(left) : int(kUnit); }
 
@@ -63,13 +80,13 @@ __device__ inline void store_padding(uint8_t* row, const RowLayout& l, int64_t c
   for (int64_t i = scales_end; i < l.row_bytes; ++i) row[i] = 0;
 }
 
-// One 4-bit block, by `lanes` threads of which this is number `lane`. `absent` groups only take part in the shuffles.
+// One 4-bit block, by the threads that share it, of which this is number `lane`. `absent` groups only take part in the shuffles.
 template <class T, bool Registers>
-__device__ inline uint32_t block_largest(const QuantizeArgs& a, const T* block, int64_t length, int lane,
+__device__ inline uint32_t block_largest(const Sharing& a, int load_width, const T* block, int64_t length, int lane,
                                          float (&values)[kUnit]) {
   uint32_t largest = 0;
   for (int u = lane; u < a.units; u += a.lanes) {
-    load_unit(block + u * kUnit, clamp_count(length - u * kUnit), a.load_width, values);
+    load_unit(block + u * kUnit, clamp_count(length - u * kUnit), load_width, values);
     largest = max(largest, largest_bits(values));
     if constexpr (Registers) break;
   }
@@ -77,12 +94,12 @@ __device__ inline uint32_t block_largest(const QuantizeArgs& a, const T* block, 
 }
 
 template <class T, bool FP4, bool Registers>
-__device__ inline void encode_block(const QuantizeArgs& a, const Bucket* table, const T* block, int64_t length, int lane,
+__device__ inline void encode_block(const Sharing& a, int load_width, const Bucket* table, const T* block, int64_t length, int lane,
                                     float scale, float (&values)[kUnit], uint8_t* codes) {
   for (int u = lane; u < a.units; u += a.lanes) {
     const int count = clamp_count(length - u * kUnit);
     if (count == 0) break;
-    if constexpr (!Registers) load_unit(block + u * kUnit, count, a.load_width, values);
+    if constexpr (!Registers) load_unit(block + u * kUnit, count, load_width, values);
     store_codes_4bit<FP4>(table, values, count, scale, codes + u * (kUnit / 2));
     if constexpr (Registers) break;
   }
@@ -93,29 +110,29 @@ __device__ inline void share_table(const EncodeTable& source, Bucket* table) {
   __syncthreads();
 }
 
-template <class T, bool FP4, bool Registers>
-__global__ void __launch_bounds__(kThreads) quantize_blocks_kernel(const QuantizeArgs a) {
+template <class T, bool FP4, bool Registers, int N>
+__global__ void __launch_bounds__(kThreads) quantize_blocks_kernel(const __grid_constant__ QuantizeArgs<N> a) {
   __shared__ Bucket table[32];
-  share_table(a.table, table);
-  const RowLayout& l = a.layout;
-  const int lane = int(threadIdx.x) % a.lanes;
-  const uint32_t groups = uint32_t(kThreads / a.lanes);
+  share_table(a.encode, table);
+  const int lanes = a.sharing.lanes, lane = int(threadIdx.x) % lanes;
+  Cursor<N> cursor;
   // The bound is the same for a whole CTA, so that every thread reaches the shuffles.
-  for (uint32_t base = blockIdx.x * groups; base < a.total_blocks; base += gridDim.x * groups) {
-    const uint32_t index = base + threadIdx.x / unsigned(a.lanes);
-    const bool present = index < a.total_blocks;
-    const uint32_t tile_row = a.blocks.quotient(present ? index : 0);
-    const int64_t b = a.first_block + (present ? index - tile_row * a.blocks.divisor : 0);
-    const int64_t r = a.first_row + tile_row, start = b * l.block_size;
+  for (uint32_t task = blockIdx.x; task < a.table.tasks; task += gridDim.x) {
+    const QuantizeEntry& e = cursor.at(a.table, task);
+    const RowLayout& l = e.layout;
+    const uint32_t index = cursor.within(e, task) * uint32_t(kThreads / lanes) + threadIdx.x / unsigned(lanes);
+    const bool present = index < e.total_blocks;
+    const uint32_t r = e.blocks.quotient(present ? index : 0);
+    const int64_t b = e.first_block + (present ? index - r * e.blocks.divisor : 0), start = b * l.block_size;
     const int64_t left = l.in_features - start;
     const int64_t length = !present ? 0 : left < l.block_size ? left : l.block_size;
-    const T* block = static_cast<const T*>(a.input) + r * l.in_features + start;
+    const T* block = static_cast<const T*>(e.input) + r * l.in_features + start;
     float values[kUnit];
-    const uint32_t largest = block_largest<T, Registers>(a, block, length, lane, values);
+    const uint32_t largest = block_largest<T, Registers>(a.sharing, e.load_width, block, length, lane, values);
     if (!present) continue;
-    const float scale = block_scale(largest, a.scales ? a.scales + r * l.num_blocks + b : nullptr);
-    uint8_t* row = a.packed + r * l.row_bytes;
-    encode_block<T, FP4, Registers>(a, table, block, length, lane, scale, values, row + start / 2);
+    const float scale = block_scale(largest, e.scales ? e.scales + r * l.num_blocks + b : nullptr);
+    uint8_t* row = e.packed + r * l.row_bytes;
+    encode_block<T, FP4, Registers>(a.sharing, e.load_width, table, block, length, lane, scale, values, row + start / 2);
     if (lane == 0) {
       store_float(row + l.scales_offset + 4 * b, scale);
       if (b == l.num_blocks - 1) store_padding(row, l, l.code_bytes, l.scales_offset + 4 * l.num_blocks);
@@ -152,22 +169,26 @@ __device__ inline uint32_t encode_unit(float lane_threshold, uint32_t lane_rank,
   return word;
 }
 
-template <class T, bool FP4, bool Given>
-__global__ void __launch_bounds__(kThreads, 4) quantize_segments_kernel(const QuantizeArgs a) {
+// CTAs a multiprocessor that the registers are for: a list's need some for where it is. 3 still have 48 KB in flight.
+template <int N>
+constexpr int kResidentOf = N > 1 ? 3 : 4;
+
+template <class T, bool FP4, bool Given, int N>
+__global__ void __launch_bounds__(kThreads, kResidentOf<N>) quantize_segments_kernel(const __grid_constant__ QuantizeArgs<N> a) {
   constexpr int kStride = 32 * int(kUnit);
-  const RowLayout& l = a.layout;
-  const uint32_t lane = threadIdx.x % 32, columns = uint32_t(l.in_features);
+  const uint32_t lane = threadIdx.x % 32;
   const float lane_threshold = a.lane_buckets.threshold[lane];
   const uint32_t lane_rank = a.lane_buckets.rank[lane];
-  for (uint32_t segment = blockIdx.x * kWarps + threadIdx.x / 32; segment < a.total_blocks; segment += gridDim.x * kWarps) {
-    const uint32_t tile_row = a.blocks.quotient(segment);
-    const uint32_t column = (uint32_t(a.first_block) + (segment - tile_row * a.blocks.divisor)) * uint32_t(kSegment) + lane * uint32_t(kUnit);
-    const int64_t r = a.first_row + tile_row;
-    const T* input = static_cast<const T*>(a.input) + r * l.in_features + column;
-    uint8_t* row = a.packed + r * l.row_bytes;
-    uint8_t* codes = row + column / 2;
-    float* scales = reinterpret_cast<float*>(row + l.scales_offset);
-    const bool first = column % uint32_t(l.block_size) == 0;  // of its block; a unit further is 256 elements, whole blocks
+  Cursor<N> cursor;
+  for (uint32_t task = blockIdx.x * kWarps + threadIdx.x / 32; task < a.table.tasks; task += gridDim.x * kWarps) {
+    const QuantizeEntry& e = cursor.at(a.table, task);
+    const RowLayout& l = e.layout;
+    const uint32_t segment = cursor.within(e, task), columns = uint32_t(l.in_features);
+    const uint32_t row_index = e.blocks.quotient(segment);
+    const int64_t r = row_index;
+    const uint32_t column = (segment - row_index * e.blocks.divisor) * uint32_t(kSegment) + lane * uint32_t(kUnit);
+    const T* input = static_cast<const T*>(e.input) + r * l.in_features + column;
+    uint8_t* row = e.packed + r * l.row_bytes;
     float v[kSegmentUnits][kUnit];
     uint32_t largest[kSegmentUnits];
 #pragma unroll
@@ -175,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_segments_kernel(const Qu
       load_unit(input + u * kStride, column + u * kStride < columns ? int(kUnit) : 0, 16, v[u]);
       largest[u] = largest_bits(v[u]);
     }
-    for (int offset = a.lanes / 2; offset > 0; offset /= 2) {
+    for (int offset = a.sharing.lanes / 2; offset > 0; offset /= 2) {
 #pragma unroll
       for (int u = 0; u < kSegmentUnits; ++u) largest[u] = max(largest[u], __shfl_xor_sync(0xFFFFFFFFu, largest[u], offset));
     }
@@ -185,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_segments_kernel(const Qu
     for (int u = 0; u < kSegmentUnits; ++u) {
       const int64_t block = (column + u * kStride) >> a.block_shift;
       const bool given = Given && column + u * kStride < columns;
-      scale[u] = block_scale(largest[u], given ? a.scales + r * l.num_blocks + block : nullptr);
+      scale[u] = block_scale(largest[u], given ? e.scales + r * l.num_blocks + block : nullptr);
       plain = plain && scale[u] > 0.0f && !Normalizer(scale[u]).divide;
     }
 #pragma unroll
@@ -198,36 +219,39 @@ __global__ void __launch_bounds__(kThreads, 4) quantize_segments_kernel(const Qu
       }
     }
     __syncwarp();
+    const bool first = (lane & uint32_t(a.sharing.lanes - 1)) == 0;  // of its block; a unit further is 256 elements, whole blocks
 #pragma unroll
     for (int u = 0; u < kSegmentUnits; ++u) {
       const uint32_t word = encode_unit<FP4, Given>(lane_threshold, lane_rank, v[u]);
       if (column + u * kStride >= columns) continue;
-      *reinterpret_cast<uint32_t*>(codes + u * kStride / 2) = word;
-      if (first) scales[(column + u * kStride) >> a.block_shift] = scale[u];
+      *reinterpret_cast<uint32_t*>(row + column / 2 + u * kStride / 2) = word;
+      if (first) store_float(row + l.scales_offset + 4 * ((column + u * kStride) >> a.block_shift), scale[u]);
     }
     if (column == 0) store_padding(row, l, l.code_bytes, l.scales_offset + 4 * l.num_blocks);
   }
 }
 
 // A -dq row: pass 1 finds the smallest and largest absmax, pass 2 encodes; the row is read four times, three from cache.
-template <class T, bool FP4>
-__global__ void __launch_bounds__(kThreads) quantize_rows_dq_kernel(const QuantizeArgs a) {
+template <class T, bool FP4, int N>
+__global__ void __launch_bounds__(kThreads) quantize_rows_dq_kernel(const __grid_constant__ QuantizeArgs<N> a) {
   __shared__ Bucket table[32];
   __shared__ uint32_t shared[kWarps];
-  share_table(a.table, table);
-  const RowLayout& l = a.layout;
-  const int lane = int(threadIdx.x) % a.lanes;
-  const int64_t groups = kThreads / a.lanes, group = threadIdx.x / unsigned(a.lanes);
-  for (int64_t tile_row = blockIdx.x; tile_row < a.rows; tile_row += gridDim.x) {
-    const int64_t r = a.first_row + tile_row;
-    const T* input = static_cast<const T*>(a.input) + r * l.in_features;
-    uint8_t* row = a.packed + r * l.row_bytes;
+  share_table(a.encode, table);
+  const int lane = int(threadIdx.x) % a.sharing.lanes;
+  const int64_t groups = kThreads / a.sharing.lanes, group = threadIdx.x / unsigned(a.sharing.lanes);
+  Cursor<N> cursor;
+  for (uint32_t task = blockIdx.x; task < a.table.tasks; task += gridDim.x) {
+    const QuantizeEntry& e = cursor.at(a.table, task);
+    const RowLayout& l = e.layout;
+    const uint32_t r = cursor.within(e, task);
+    const T* input = static_cast<const T*>(e.input) + r * l.in_features;
+    uint8_t* row = e.packed + r * l.row_bytes;
     float values[kUnit];
     const auto scale_of = [&](int64_t b) {
       const int64_t left = l.in_features - b * l.block_size;
       const int64_t length = b >= l.num_blocks ? 0 : left < l.block_size ? left : l.block_size;
-      const uint32_t largest = block_largest<T, false>(a, input + b * l.block_size, length, lane, values);
-      return block_scale(largest, a.scales && b < l.num_blocks ? a.scales + r * l.num_blocks + b : nullptr);
+      const uint32_t largest = block_largest<T, false>(a.sharing, e.load_width, input + b * l.block_size, length, lane, values);
+      return block_scale(largest, e.scales && b < l.num_blocks ? e.scales + r * l.num_blocks + b : nullptr);
     };
     // Scales are not negative, so their bits compare like the floats; NaN sorts above all. ~ turns min into max.
     uint32_t most = 0, least = 0;
@@ -248,8 +272,8 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_dq_kernel(const Quanti
       const float scale = scale_of(b);
       if (b >= l.num_blocks) continue;
       const int64_t left = l.in_features - b * l.block_size;
-      encode_block<T, FP4, false>(a, table, input + b * l.block_size, left < l.block_size ? left : l.block_size, lane,
-                                  valid ? scale : bits_float(kNaNBits), values, row + b * l.block_size / 2);
+      encode_block<T, FP4, false>(a.sharing, e.load_width, table, input + b * l.block_size,
+                                  left < l.block_size ? left : l.block_size, lane, valid ? scale : bits_float(kNaNBits), values, row + b * l.block_size / 2);
       if (lane == 0) {
         const float u = !valid || step == 0.0f ? 0.0f : rintf(div_rn(sub_rn(scale, low), step));
         row[l.code_bytes + b] = uint8_t(u < 255.0f ? u : 255.0f);
@@ -278,26 +302,28 @@ __device__ inline void store_codes_8bit(float (&values)[kUnit], int count, const
 }
 
 // An int8 or fp8 row: pass 1 finds the absmax, pass 2 encodes.
-template <class T, bool FP8>
-__global__ void __launch_bounds__(kThreads) quantize_rows_8bit_kernel(const QuantizeArgs a) {
+template <class T, bool FP8, int N>
+__global__ void __launch_bounds__(kThreads) quantize_rows_8bit_kernel(const __grid_constant__ QuantizeArgs<N> a) {
   __shared__ uint32_t shared[kWarps];
-  const RowLayout& l = a.layout;
-  const int64_t units = units_of(l.in_features);
-  for (int64_t tile_row = blockIdx.x; tile_row < a.rows; tile_row += gridDim.x) {
-    const int64_t r = a.first_row + tile_row;
-    const T* input = static_cast<const T*>(a.input) + r * l.in_features;
-    uint8_t* row = a.packed + r * l.row_bytes;
+  Cursor<N> cursor;
+  for (uint32_t task = blockIdx.x; task < a.table.tasks; task += gridDim.x) {
+    const QuantizeEntry& e = cursor.at(a.table, task);
+    const RowLayout& l = e.layout;
+    const int64_t units = units_of(l.in_features);
+    const uint32_t r = cursor.within(e, task);
+    const T* input = static_cast<const T*>(e.input) + r * l.in_features;
+    uint8_t* row = e.packed + r * l.row_bytes;
     float values[kUnit];
     uint32_t largest = 0;
     for (int64_t u = threadIdx.x; u < units; u += kThreads) {
-      load_unit(input + u * kUnit, clamp_count(l.in_features - u * kUnit), a.load_width, values);
+      load_unit(input + u * kUnit, clamp_count(l.in_features - u * kUnit), e.load_width, values);
       largest = max(largest, largest_bits(values));
     }
-    const float scale = block_scale(cta_max(largest, shared), a.scales ? a.scales + r : nullptr);
+    const float scale = block_scale(cta_max(largest, shared), e.scales ? e.scales + r : nullptr);
     const RowNormalizer normalize(scale, FP8 ? kFP8Max : kInt8Max);
     for (int64_t u = threadIdx.x; u < units; u += kThreads) {
       const int count = clamp_count(l.in_features - u * kUnit);
-      load_unit(input + u * kUnit, count, a.load_width, values);
+      load_unit(input + u * kUnit, count, e.load_width, values);
       store_codes_8bit<FP8>(values, count, normalize, row + u * kUnit);
     }
     if (threadIdx.x == 0) {
@@ -307,78 +333,115 @@ __global__ void __launch_bounds__(kThreads) quantize_rows_8bit_kernel(const Quan
   }
 }
 
-using Kernel = void (*)(QuantizeArgs);
+template <int N>
+using Kernel = void (*)(QuantizeArgs<N>);
 
-template <class T>
-Kernel kernel_for(int32_t format, bool registers) {
+template <class T, int N>
+Kernel<N> kernel_for(int32_t format, bool registers) {
   switch (format) {
-    case kNF4: return registers ? quantize_blocks_kernel<T, false, true> : quantize_blocks_kernel<T, false, false>;
-    case kFP4: return registers ? quantize_blocks_kernel<T, true, true> : quantize_blocks_kernel<T, true, false>;
-    case kNF4DQ: return quantize_rows_dq_kernel<T, false>;
-    case kFP4DQ: return quantize_rows_dq_kernel<T, true>;
-    case kInt8: return quantize_rows_8bit_kernel<T, false>;
-    default: return quantize_rows_8bit_kernel<T, true>;
+    case kNF4: return registers ? quantize_blocks_kernel<T, false, true, N> : quantize_blocks_kernel<T, false, false, N>;
+    case kFP4: return registers ? quantize_blocks_kernel<T, true, true, N> : quantize_blocks_kernel<T, true, false, N>;
+    case kNF4DQ: return quantize_rows_dq_kernel<T, false, N>;
+    case kFP4DQ: return quantize_rows_dq_kernel<T, true, N>;
+    case kInt8: return quantize_rows_8bit_kernel<T, false, N>;
+    default: return quantize_rows_8bit_kernel<T, true, N>;
   }
 }
 
-Kernel kernel_for(DType dtype, int32_t format, bool registers) {
+template <class T, int N>
+Kernel<N> segments_kernel_for(bool fp4, bool given) {
+  if constexpr (N == 1) {  // lists have no given scales
+    if (given) return fp4 ? quantize_segments_kernel<T, true, true, N> : quantize_segments_kernel<T, false, true, N>;
+  }
+  return fp4 ? quantize_segments_kernel<T, true, false, N> : quantize_segments_kernel<T, false, false, N>;
+}
+
+template <int N>
+Kernel<N> kernel_for(DType dtype, int32_t format, bool segments, bool registers, bool given) {
+  const auto of = [&]<class T>(T) {
+    return segments ? segments_kernel_for<T, N>(is_fp4(format), given) : kernel_for<T, N>(format, registers);
+  };
   switch (dtype) {
-    case DType::kFloat32: return kernel_for<float>(format, registers);
-    case DType::kBFloat16: return kernel_for<BFloat16>(format, registers);
-    default: return kernel_for<Float16>(format, registers);
+    case DType::kFloat32: return of(float{});
+    case DType::kBFloat16: return of(BFloat16{});
+    default: return of(Float16{});
   }
 }
 
-template <class T>
-Kernel segments_kernel_for(bool fp4, bool given) {
-  if (fp4) return given ? quantize_segments_kernel<T, true, true> : quantize_segments_kernel<T, true, false>;
-  return given ? quantize_segments_kernel<T, false, true> : quantize_segments_kernel<T, false, false>;
+Sharing sharing_of(const RowLayout& l) {
+  if (!is_4bit(l.format)) return {};
+  const int units = int(l.block_size / kUnit);
+  return {units < 32 ? units : 32, units};
 }
 
-Kernel segments_kernel_for(DType dtype, bool fp4, bool given) {
-  switch (dtype) {
-    case DType::kFloat32: return segments_kernel_for<float>(fp4, given);
-    case DType::kBFloat16: return segments_kernel_for<BFloat16>(fp4, given);
-    default: return segments_kernel_for<Float16>(fp4, given);
+int load_width_of(const QuantizeTensor& t, int64_t element_size) { return access_width(t.input, t.layout.in_features * element_size); }
+
+// Whether quantize_segments_kernel takes a tensor.
+bool takes_segments(const QuantizeTensor& t, int64_t element_size) {
+  const RowLayout& l = t.layout;
+  const Sharing sharing = sharing_of(l);
+  return (l.format == kNF4 || l.format == kFP4) && sharing.units == sharing.lanes && load_width_of(t, element_size) >= 16 &&
+         l.in_features % kUnit == 0 && l.in_features <= kSegmentMostColumns;
+}
+
+// The tensors that quantize_segments_kernel takes, or the others, N a launch; they share format, block size and dtype.
+template <int N>
+cudaError_t launch_tensors(const QuantizeTensor* tensors, size_t count, bool segments, DType dtype, cudaStream_t stream) {
+  const int64_t element_size = dtype == DType::kFloat32 ? 4 : 2;
+  const RowLayout& common = tensors[0].layout;
+  const bool by_block = common.format == kNF4 || common.format == kFP4;
+  QuantizeArgs<N> args{};
+  args.sharing = sharing_of(common);
+  if (is_4bit(common.format)) args.encode = make_encode_table(common.format);
+  if (segments) {
+    args.block_shift = log2_of(common.block_size);
+    args.lane_buckets = make_lane_buckets(common.format);
   }
+  const bool given = tensors[0].scales != nullptr;
+  const Kernel<N> kernel = kernel_for<N>(dtype, common.format, segments, args.sharing.units == args.sharing.lanes, given);
+  const unsigned most = unsigned(multiprocessors()) * 32, tasks_per_cta = segments ? kWarps : 1;
+  const uint32_t blocks_per_task = !segments && by_block ? uint32_t(kThreads / args.sharing.lanes) : 1;
+  const auto launch_table = [&](const TaskTable<QuantizeEntry, N>& table) {
+    args.table = table;
+    const unsigned needed = (table.tasks + tasks_per_cta - 1) / tasks_per_cta;
+    return launch(kernel, needed < most ? needed : most, 1, kThreads, 0, stream, args);
+  };
+  TableLauncher<TaskTable<QuantizeEntry, N>, decltype(launch_table)> tables(launch_table);
+  for (size_t i = 0; i < count; ++i) {
+    const QuantizeTensor& t = tensors[i];
+    if (takes_segments(t, element_size) != segments) continue;
+    const RowLayout& l = t.layout;
+    const int64_t items = segments ? (l.in_features + kSegment - 1) / kSegment : by_block ? l.num_blocks : 1;
+    const int failed = for_each_tile(t.rows, items, [&](const Tile& tile) {
+      QuantizeEntry e{};
+      e.input = static_cast<const char*>(t.input) + tile.first_row * l.in_features * element_size;
+      e.scales = t.scales ? t.scales + tile.first_row * l.num_blocks : nullptr;
+      e.packed = t.packed + tile.first_row * l.row_bytes;
+      e.layout = l;
+      e.first_block = tile.first_item;
+      e.blocks = FastDivisor(uint32_t(tile.items));
+      e.total_blocks = uint32_t(tile.rows * tile.items);
+      e.load_width = load_width_of(t, element_size);
+      return tables.add(e, (e.total_blocks + blocks_per_task - 1) / blocks_per_task) ? 0 : 1;
+    });
+    if (failed) break;
+  }
+  return tables.finish();
 }
 
 }  // namespace
 
-cudaError_t launch_quantize(const void* input, DType dtype, const float* scales, int64_t rows, const RowLayout& layout,
-                            uint8_t* packed, cudaStream_t stream) {
-  QuantizeArgs args{};
-  args.input = input;
-  args.scales = scales;
-  args.packed = packed;
-  args.layout = layout;
-  args.load_width = access_width(input, layout.in_features * (dtype == DType::kFloat32 ? 4 : 2));
-  if (is_4bit(layout.format)) {
-    args.units = int(layout.block_size / kUnit);
-    args.lanes = args.units < 32 ? args.units : 32;
-    args.table = make_encode_table(layout.format);
+cudaError_t launch_quantize(const QuantizeTensor* tensors, size_t count, DType dtype, cudaStream_t stream) {
+  const int64_t element_size = dtype == DType::kFloat32 ? 4 : 2;
+  for (const bool segments : {true, false}) {
+    size_t taken = 0;
+    for (size_t i = 0; i < count; ++i) taken += takes_segments(tensors[i], element_size) == segments;
+    if (taken == 0) continue;
+    const cudaError_t error = count == 1 ? launch_tensors<1>(tensors, count, segments, dtype, stream)
+                                         : launch_tensors<kListEntries>(tensors, count, segments, dtype, stream);
+    if (error != cudaSuccess) return error;
   }
-  const bool by_block = layout.format == kNF4 || layout.format == kFP4;
-  const bool segments = by_block && args.units == args.lanes && args.load_width >= 16 && layout.in_features % kUnit == 0 &&
-                        layout.in_features <= kSegmentMostColumns;
-  if (segments) {
-    args.block_shift = log2_of(layout.block_size);
-    args.lane_buckets = make_lane_buckets(layout.format);
-  }
-  const Kernel kernel = segments ? segments_kernel_for(dtype, is_fp4(layout.format), scales != nullptr)
-                                 : kernel_for(dtype, layout.format, args.units == args.lanes);
-  const int64_t items = segments ? (layout.in_features + kSegment - 1) / kSegment : by_block ? layout.num_blocks : 1;
-  const int64_t per_cta = segments ? kWarps : by_block ? kThreads / args.lanes : 1;
-  const int64_t most = int64_t(multiprocessors()) * 32;
-  return for_each_tile(rows, items, [&](const Tile& tile) {
-    args.first_row = tile.first_row;
-    args.rows = tile.rows;
-    args.first_block = tile.first_item;
-    args.blocks = FastDivisor(uint32_t(tile.items));
-    args.total_blocks = uint32_t(tile.rows * tile.items);
-    const int64_t needed = (int64_t(args.total_blocks) + per_cta - 1) / per_cta;
-    return launch(kernel, unsigned(needed < most ? needed : most), 1, kThreads, 0, stream, args);
-  });
+  return cudaSuccess;
 }
 
 }  // namespace halfbyte::cuda

@@ -62,7 +62,8 @@ class Sharding:
         self._thawed: list[nn.Parameter] = []
         if strategy == "ddp":  # buckets are copies of all gradients
             tracker.add(BUFFERS, sum(_bytes(p) * tracker.count(p) for p in self.trainable))
-        if strategy in ("fsdp1", "fsdp2") and world_size > 1:
+        # On one rank FSDP1 keeps its flat parameters whole; FSDP2 copies each unit out of its shard all the same.
+        if strategy == "fsdp2" or (strategy == "fsdp1" and world_size > 1):
             self._make_units()
 
     @property
@@ -209,7 +210,7 @@ class Sharding:
         if unit.gathered:
             return
         unit.gathered = True
-        if self.strategy == "fsdp2":
+        if self.strategy == "fsdp2" and self.world_size > 1:
             self.tracker.add(BUFFERS, unit.size)  # the collective's output, beside the last one's
             self.tracker.add(BUFFERS, -self._held)
             self.tracker.add(GATHERED, unit.size)
@@ -223,6 +224,8 @@ class Sharding:
             self.tracker.add(GATHERED, -unit.size)
 
     def _hold(self, size: int) -> None:
+        if self.world_size == 1:  # no collective
+            return
         self.tracker.add(BUFFERS, size - self._held)
         self._held = size
 

@@ -13,15 +13,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from halfbyte.memory.kernels import backward_bytes, linear_bytes
+
 if TYPE_CHECKING:
     from halfbyte.memory.fold import Fold
 
 __all__ = ["StorageTracker", "in_backward"]
 
 _LINEAR_TOKENS = 512  # kLinearTokens of csrc/cpu: rows of activations that the tiled product converts at a time
-
-# kTiledM and kBackwardM of csrc/cuda/linear_route.h: so few tokens multiply packed rows as they are.
-_LINEAR_MOST, _BACKWARD_MOST = 128, 64
+_CUDA_BLOCK = 512  # torch's allocator on CUDA hands out multiples of it, and `memory_allocated` counts those
 
 
 @dataclass
@@ -112,7 +112,10 @@ class StorageTracker(TorchDispatchMode):
             return
         kind, owner = kind or self.kind, owner or self._making
         released = weakref.finalize(storage, self._released, key)
-        entry = self._entries[key] = _Entry(kind, storage.nbytes(), owner, self._times(owner), released)
+        size = storage.nbytes()
+        if tensor.device.type == "cuda":  # a fake tensor's storage is on meta
+            size = -(-size // _CUDA_BLOCK) * _CUDA_BLOCK
+        entry = self._entries[key] = _Entry(kind, size, owner, self._times(owner), released)
         self.add(kind, entry.size * entry.times)
 
     def ignore(self, tensors: Iterable[Tensor]) -> None:
@@ -234,41 +237,37 @@ def in_backward() -> bool:
 
 
 def _linear(args: tuple[Any, ...]) -> int:
-    """CPU: the activations in the product's own order, at most 512 tokens at a time. CUDA: the decoded weight."""
-    input, packed, format, in_features = args[0], args[1], args[3], args[5]
+    """CPU: the activations in the product's own order, at most 512 tokens at a time. CUDA: see `linear_bytes`."""
+    input, packed, format, block_size, in_features = args[0], args[1], *args[3:6]
     tokens = input.numel() // in_features
     if input.device.type == "cpu":
         return min(tokens, _LINEAR_TOKENS) * in_features * input.element_size()
-    return _decoded(input, packed, tokens, _LINEAR_MOST, format, in_features)
+    return linear_bytes(tokens, packed.shape[0], in_features, format, block_size, input.dtype)
 
 
 def _backward(args: tuple[Any, ...]) -> int:
+    """CUDA: see `backward_bytes`."""
     grad, packed, format, _, in_features = args
-    return _decoded(grad, packed, grad.numel() // packed.shape[0], _BACKWARD_MOST, format, in_features)
-
-
-def _decoded(input: Tensor, packed: Tensor, tokens: int, most: int, format: int, in_features: int) -> int:
-    """CUDA: the decoded weight, or nothing where a kernel multiplies packed rows as they are.
-
-    Conditions on sizes that real layers meet are left out, and so are that kernel's sums of splits (17 MB at 128 tokens).
-    """
-    small = tokens <= most and format < 4 and input.dtype != torch.float32
-    return 0 if small or input.device.type == "cpu" else packed.shape[0] * in_features * input.element_size()
+    if grad.device.type == "cpu":
+        return 0
+    return backward_bytes(grad.numel() // packed.shape[0], packed.shape[0], in_features, format, grad.dtype)
 
 
 def _lora(args: tuple[Any, ...]) -> int:
-    """CUDA: the decoded weight, and the branch that the product starts from."""
-    input, packed, format, in_features = args[0], args[1], args[-3], args[-1]
-    tokens = input.numel() // in_features
-    branch = 0 if input.device.type == "cpu" else tokens * packed.shape[0] * input.element_size()
-    return branch + _decoded(input, packed, tokens, _LINEAR_MOST, format, in_features)
+    """CUDA: what the product takes, and the branch that it starts from."""
+    input, packed, sizes = args[0], args[1], args[-3:]
+    if input.device.type == "cpu":
+        return 0
+    branch: int = input.numel() // sizes[2] * packed.shape[0] * input.element_size()
+    return branch + _linear((input, packed, None, *sizes))
 
 
 def _lora_backward(args: tuple[Any, ...]) -> int:
-    grad, packed, format, in_features = args[0], args[1], args[-3], args[-1]
-    tokens = grad.numel() // packed.shape[0]
-    branch = 0 if grad.device.type == "cpu" else tokens * in_features * grad.element_size()
-    return branch + _decoded(grad, packed, tokens, _BACKWARD_MOST, format, in_features)
+    grad, packed, sizes = args[0], args[1], args[-3:]
+    if grad.device.type == "cpu":
+        return 0
+    branch: int = grad.numel() // packed.shape[0] * sizes[2] * grad.element_size()
+    return branch + _backward((grad, packed, *sizes))
 
 
 _TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from halfbyte.formats import Format
+from halfbyte.nn.batches import packed_weights
 from halfbyte.nn.linear_classes import linear_shape, linear_weight
 from halfbyte.nn.packed import PackedRows, as_dtype, dense_buffer
 from halfbyte.nn.tensor_parallel import linear_sharded
@@ -16,7 +18,7 @@ from halfbyte.ops.fp8_linear import fp8_linear_by_id
 from halfbyte.ops.int8_linear import int8_linear_by_id
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.lora_linear import lora_linear_by_id
-from halfbyte.ops.quantize import FLOAT_DTYPES, describe, quantize
+from halfbyte.ops.quantize import FLOAT_DTYPES, describe
 from halfbyte.optim.sharding import is_dtensor
 
 # What multiplies when the input is quantized, by `activations`.
@@ -277,24 +279,34 @@ def quantize_linear_(
     The layer is an `nn.Linear`, or a `Conv1D` of transformers, of whose transposed weight the rows are made. The dense
     weight is released as soon as its rows exist. Its `_is_hf_initialized` mark (set by transformers' loader) is handed on.
     """
-    checked_activations(activations, format)
-    weight: Any = linear.weight
-    shape = linear_shape(linear)
-    assert shape is not None
-    if weight.is_meta:
-        packed = torch.empty((shape[0], format.row_bytes(shape[1])), dtype=torch.uint8, device="meta")
-    else:
-        packed = quantize(linear_weight(linear, weight.detach()), format)
-    if type(linear) is not nn.Linear:
-        linear.__dict__.update(dense_class=type(linear), out_features=shape[0], in_features=shape[1])
-    linear._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
-    if getattr(weight, "_is_hf_initialized", False):
-        linear.weight._is_hf_initialized = True  # type: ignore[union-attr]
-    linear.__class__ = QuantLinear
+    quantize_linears_((linear,), format, compute_dtype, activations)
     assert isinstance(linear, QuantLinear)
-    linear.format, linear.compute_dtype, linear.dense_dtype = format, compute_dtype, weight.dtype
-    linear.activations = activations
     return linear
+
+
+def quantize_linears_(
+    layers: Iterable[nn.Module], format: Format, compute_dtype: torch.dtype | None, activations: str | None = None
+) -> None:
+    """`quantize_linear_` of several layers, of which neighbours are packed by one call (`batches.py` says how many)."""
+    checked_activations(activations, format)
+
+    def dense(linear: nn.Module) -> Tensor:
+        weight: Any = linear.weight
+        return linear_weight(linear, weight.detach())
+
+    for linear, packed in packed_weights(layers, dense, format):
+        weight: Any = linear.weight
+        shape = linear_shape(linear)
+        assert shape is not None
+        if type(linear) is not nn.Linear:
+            linear.__dict__.update(dense_class=type(linear), out_features=shape[0], in_features=shape[1])
+        linear._parameters["weight"] = nn.Parameter(packed, requires_grad=False)
+        if getattr(weight, "_is_hf_initialized", False):
+            linear.weight._is_hf_initialized = True  # type: ignore[union-attr]
+        linear.__class__ = QuantLinear
+        assert isinstance(linear, QuantLinear)
+        linear.format, linear.compute_dtype, linear.dense_dtype = format, compute_dtype, weight.dtype
+        linear.activations = activations
 
 
 def dequantize_linear_(linear: QuantLinear, weight: nn.Parameter) -> nn.Linear:

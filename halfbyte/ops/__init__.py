@@ -6,7 +6,7 @@ also be called directly.
 """
 
 from halfbyte.ops.broadcast import quantize_broadcast_, quantize_scatter_
-from halfbyte.ops.dequantize import dequantize
+from halfbyte.ops.dequantize import dequantize, dequantize_list
 from halfbyte.ops.embedding import embedding
 from halfbyte.ops.error_feedback import error_feedback
 from halfbyte.ops.fp8_linear import fp8_linear
@@ -14,13 +14,14 @@ from halfbyte.ops.int8_linear import int8_linear
 from halfbyte.ops.linear import clear_workspace, linear, linear_backward_input
 from halfbyte.ops.lora_linear import lora_linear
 from halfbyte.ops.optimizer import adam8bit_step_, adamw8bit_step_, lion8bit_step_, sgd8bit_step_
-from halfbyte.ops.quantize import quantize, quantize_
+from halfbyte.ops.quantize import quantize, quantize_, quantize_list
 
 __all__ = [
     "adam8bit_step_",
     "adamw8bit_step_",
     "clear_workspace",
     "dequantize",
+    "dequantize_list",
     "embedding",
     "error_feedback",
     "fp8_linear",
@@ -32,6 +33,7 @@ __all__ = [
     "quantize",
     "quantize_",
     "quantize_broadcast_",
+    "quantize_list",
     "quantize_scatter_",
     "sgd8bit_step_",
 ]

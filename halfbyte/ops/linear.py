@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
-from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
+from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, with_columns
 
 _linear = overload("linear")
 _linear_backward_input = overload("linear_backward_input")
@@ -140,12 +140,12 @@ def _(input: Tensor, packed: Tensor, bias: Tensor | None, format: int, block_siz
         input.shape[-1] == in_features,
         lambda: f"halfbyte::linear: input's last dimension must be in_features={in_features}, got {input.shape}",
     )
-    return input.new_empty((*input.shape[:-1], packed.shape[0]))
+    return with_columns(input, packed.shape[0])
 
 
 @register_fake("linear_backward_input")
 def _(grad_output: Tensor, packed: Tensor, format: int, block_size: int, in_features: int) -> Tensor:
-    return grad_output.new_empty((*grad_output.shape[:-1], in_features))
+    return with_columns(grad_output, in_features)
 
 
 def _autocast_linear(device_type: str) -> Callable[..., Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.linear import linear_by_id
-from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
+from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, with_columns
 
 _lora_linear = overload("lora_linear")
 _backward_input = overload("lora_linear_backward_input")
@@ -78,22 +78,16 @@ def lora_linear(
 
 
 def lora_linear_by_id(
-    input: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    lora_A: Tensor,
-    lora_B: Tensor,
-    scaling: float,
-    splits: list[int],
-    format: int,
-    block_size: int,
-    in_features: int,
+    input: Tensor, packed: Tensor, bias: Tensor | None, lora_A: Tensor, lora_B: Tensor, *rest: Any
 ) -> Tensor:
-    """`lora_linear` on dispatcher ids, without the checks of the public wrapper; see `linear_by_id`."""
+    """`lora_linear` on dispatcher ids, without the checks of the public wrapper; see `linear_by_id`.
+
+    `rest`: scaling, splits, format, block_size, in_features.
+    """
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type):  # before the node, so that it keeps and multiplies what was cast
         input, bias, lora_A, lora_B = _cast(device_type, input, bias, lora_A, lora_B)
-    arguments = (input, packed, bias, lora_A, lora_B, scaling, splits, format, block_size, in_features)
+    arguments = (input, packed, bias, lora_A, lora_B, *rest)
     if torch.compiler.is_compiling():
         return _lora_linear(*arguments)[0]
     differentiable = (input, bias, lora_A, lora_B)
@@ -200,38 +194,19 @@ _backward_input_node = differentiable("lora_linear_backward_input", _BackwardInp
 
 
 @register_fake("lora_linear")
-def _(
-    input: Tensor,
-    packed: Tensor,
-    bias: Tensor | None,
-    lora_A: Tensor,
-    lora_B: Tensor,
-    scaling: float,
-    splits: list[int],
-    format: int,
-    block_size: int,
-    in_features: int,
-) -> tuple[Tensor, Tensor]:
+def _(input: Tensor, packed: Tensor, bias: Tensor | None, lora_A: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    in_features = rest[-1]
     torch._check(
         input.shape[-1] == in_features,
         lambda: f"halfbyte::lora_linear: input's last dimension must be in_features={in_features}, got {input.shape}",
     )
     dtype = input.dtype if input.dtype == lora_A.dtype else torch.float32
-    leading = input.shape[:-1]
-    return input.new_empty((*leading, packed.shape[0])), input.new_empty((*leading, lora_A.shape[0]), dtype=dtype)
+    return with_columns(input, packed.shape[0]), with_columns(input, lora_A.shape[0], dtype)
 
 
 @register_fake("lora_linear_backward_input")
-def _(
-    grad_output: Tensor,
-    packed: Tensor,
-    grad_projected: Tensor,
-    lora_A: Tensor,
-    format: int,
-    block_size: int,
-    in_features: int,
-) -> Tensor:
-    return grad_output.new_empty((*grad_output.shape[:-1], in_features))
+def _(grad_output: Tensor, *rest: Any) -> Tensor:
+    return with_columns(grad_output, rest[-1])
 
 
 def _cast(device_type: str, *tensors: Tensor | None) -> tuple[Any, ...]:
@@ -240,14 +215,7 @@ def _cast(device_type: str, *tensors: Tensor | None) -> tuple[Any, ...]:
 
 
 def _autocast_lora_linear(device_type: str) -> Callable[..., Any]:
-    def kernel(
-        input: Tensor,
-        packed: Tensor,
-        bias: Tensor | None,
-        lora_A: Tensor,
-        lora_B: Tensor,
-        *rest: Any,
-    ) -> Any:
+    def kernel(input: Tensor, packed: Tensor, bias: Tensor | None, lora_A: Tensor, lora_B: Tensor, *rest: Any) -> Any:
         input, bias, lora_A, lora_B = _cast(device_type, input, bias, lora_A, lora_B)
         return _lora_linear(input, packed, bias, lora_A, lora_B, *rest)
 

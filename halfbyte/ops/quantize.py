@@ -1,6 +1,8 @@
-"""quantize: float rows to packed rows."""
+"""quantize, quantize_list and quantize_: float rows to packed rows."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,6 +12,7 @@ from halfbyte._library import overload, register_fake
 from halfbyte.formats import Format
 
 _quantize = overload("quantize")
+_quantize_list = overload("quantize_list")
 _quantize_with_scales = overload("quantize_with_scales")
 _quantize_ = overload("quantize_")
 
@@ -55,6 +58,34 @@ def quantize(tensor: Tensor, format: str | Format = "nf4", *, scales: Tensor | N
     return _quantize_with_scales(tensor, scales, fmt.id, fmt.block_size)
 
 
+def quantize_list(tensors: Sequence[Tensor], format: str | Format = "nf4") -> list[Tensor]:
+    """`quantize` of several tensors: one launch on a GPU (28 tensors a launch), one parallel region on a CPU.
+
+    Args:
+        tensors: each of shape (..., N, K) with its own N and K, all of one dtype (float32, bfloat16 or float16) and device.
+        format: a `Format` or its name.
+
+    Returns:
+        Packed rows of each, shape (..., N, row_bytes) uint8; the same bytes that `quantize` gives.
+
+    Raises:
+        TypeError: an entry is not a tensor of an accepted dtype.
+        ValueError: unknown format, several dtypes or devices, or an entry that `quantize` would not take; the text names it.
+
+    Example:
+        >>> import torch, halfbyte
+        >>> [rows.shape for rows in halfbyte.ops.quantize_list([torch.ones(2, 64), torch.ones(3, 100)], "nf4")]
+        [torch.Size([2, 48]), torch.Size([3, 64])]
+    """
+    fmt = Format.parse(format)
+    for i, tensor in enumerate(tensors):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in FLOAT_DTYPES:
+            raise TypeError(f"halfbyte.quantize_list: tensors[{i}] must be a {FLOAT_NAMES} tensor, got {describe(tensor)}")
+    if not tensors:  # the dispatcher has no device to choose a kernel by
+        return []
+    return _quantize_list(list(tensors), fmt.id, fmt.block_size)
+
+
 def quantize_(packed: Tensor, input: Tensor, format: str | Format = "nf4") -> None:
     """`quantize` into memory that exists: a slice of a communication bucket, or a parameter.
 
@@ -94,17 +125,28 @@ def describe(value: object) -> str:
     return str(value.dtype).removeprefix("torch.") if isinstance(value, Tensor) else type(value).__name__
 
 
+def with_columns(t: Tensor, columns: int, dtype: torch.dtype | None = None) -> Tensor:
+    """What most fakes return: a new tensor of t's shape with another last dimension, and t's dtype unless one is given."""
+    return t.new_empty((*t.shape[:-1], columns), dtype=dtype)
+
+
 @register_fake("quantize")
 def _(input: Tensor, format: int, block_size: int) -> Tensor:
     torch._check(input.dim() >= 2, lambda: f"halfbyte::quantize: input must have at least 2 dimensions, got {input.shape}")
     row_bytes = Format.from_id(format, block_size).row_bytes(input.shape[-1])
-    return input.new_empty((*input.shape[:-1], row_bytes), dtype=torch.uint8)
+    return with_columns(input, row_bytes, torch.uint8)
+
+
+@register_fake("quantize_list")
+def _(input: list[Tensor], format: int, block_size: int) -> list[Tensor]:
+    fmt = Format.from_id(format, block_size)
+    return [with_columns(x, fmt.row_bytes(x.shape[-1]), torch.uint8) for x in input]
 
 
 @register_fake("quantize_with_scales")
 def _(input: Tensor, scales: Tensor, format: int, block_size: int) -> Tensor:
     row_bytes = Format.from_id(format, block_size).row_bytes(input.shape[-1])
-    return input.new_empty((*input.shape[:-1], row_bytes), dtype=torch.uint8)
+    return with_columns(input, row_bytes, torch.uint8)
 
 
 @register_fake("quantize_")

@@ -12,7 +12,7 @@ from torch import Tensor
 from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.linear import _backward_by_id
-from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe
+from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, with_columns
 
 
 def register_linear(name: str, format: str) -> Callable[[Tensor, Tensor, Tensor | None, int], Tensor]:
@@ -53,7 +53,7 @@ def register_linear(name: str, format: str) -> Callable[[Tensor, Tensor, Tensor 
             input.shape[-1] == in_features,
             lambda: f"halfbyte::{name}: input's last dimension must be in_features={in_features}, got {input.shape}",
         )
-        return input.new_empty((*input.shape[:-1], packed.shape[0]))
+        return with_columns(input, packed.shape[0])
 
     def autocast(device_type: str) -> Callable[..., Tensor]:
         def kernel(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:

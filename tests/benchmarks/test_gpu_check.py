@@ -92,5 +92,6 @@ def test_dry_run(tmp_path: Path) -> None:
     titles = {"dequantize", "quantize", "linear", "backward", "QLoRA", "int8_linear", "fp8_linear", "AdamW8"}
     assert {row["title"].split()[0] for row in state["rows"]} == titles
     assert state["results"]["train_8b"]["tokens_per_s"] > 0
-    assert len(state["results"]["plan"]) >= 6
+    assert len(state["results"]["plan"]) >= 12
     assert max(abs(case["error"]) for case in state["results"]["plan"]) <= 0.1
+    assert {case["verdict"] for case in state["results"]["plan"]} == {"PASS"}

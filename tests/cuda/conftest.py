@@ -59,6 +59,7 @@ class Emulated:
 
     def __init__(self, library: Path) -> None:
         self.c = ctypes.CDLL(str(library))
+        self.launches = 0
 
     def reversed_threads(self, on: bool) -> None:
         """Runs the threads of a block from the last to the first: a race on shared memory shows as a difference."""
@@ -87,6 +88,39 @@ class Emulated:
         out = torch.full((packed.shape[0], k), 7.0, dtype=dtype)
         self.call("emulated_dequantize", packed, packed.shape[0], fmt.id, fmt.block_size, k, DTYPES[dtype], out)
         return out
+
+    def dequantize_list(self, packed: list[Tensor], fmt: Format, columns: list[int], dtype: torch.dtype) -> list[Tensor]:
+        """The outputs; `launches` is then how many launches there were."""
+        outputs = [torch.full((rows.shape[0], k), 7.0, dtype=dtype) for rows, k in zip(packed, columns, strict=True)]
+        self._call_list("emulated_dequantize_list", packed, columns, fmt, dtype, outputs)
+        return outputs
+
+    def quantize_list(self, inputs: list[Tensor], fmt: Format) -> list[Tensor]:
+        """The same for quantize."""
+        columns = [x.shape[1] for x in inputs]
+        shapes = [(len(x), fmt.row_bytes(x.shape[1])) for x in inputs]
+        packed = [aligned(rows * size, 0).view(rows, size) for rows, size in shapes]
+        dtype = inputs[0].dtype if inputs else torch.float32
+        self._call_list("emulated_quantize_list", inputs, columns, fmt, dtype, packed)
+        return packed
+
+    def _call_list(
+        self, name: str, inputs: list[Tensor], columns: list[int], fmt: Format, dtype: torch.dtype, outputs: list[Tensor]
+    ) -> None:
+        count = len(inputs)
+
+        def pointers(tensors: list[Tensor]) -> object:
+            return (ctypes.c_void_p * count)(*[t.data_ptr() for t in tensors])
+
+        def integers(values: list[int]) -> object:
+            return (ctypes.c_int64 * count)(*values)
+
+        lists = pointers(inputs), integers([len(x) for x in inputs]), integers(columns)
+        sizes = map(ctypes.c_int64, (fmt.id, fmt.block_size, DTYPES[dtype]))
+        status = getattr(self.c, name)(ctypes.c_int64(count), *lists, *sizes, pointers(outputs))
+        if status > 0:
+            raise RuntimeError(f"{name} returned CUDA error {status}")
+        self.launches = -status
 
     def error_feedback(
         self,

@@ -24,6 +24,17 @@ int emulated_dequantize(const uint8_t* packed, int64_t rows, int format, int64_t
   return cuda::launch_dequantize(packed, rows, row_layout(format, block_size, in_features), DType(dtype), output, nullptr);
 }
 
+// Tensors of one format, each with its own rows and in_features; returns the CUDA error, or minus the number of launches.
+int emulated_dequantize_list(int64_t count, const uint8_t* const* packed, const int64_t* rows, const int64_t* in_features,
+                             int64_t format, int64_t block_size, int64_t dtype, void* const* outputs) {
+  std::vector<cuda::DequantizeTensor> tensors;
+  for (int64_t i = 0; i < count; ++i)
+    tensors.push_back({packed[i], rows[i], row_layout(int(format), block_size, in_features[i]), outputs[i]});
+  const int before = emulator::launches();
+  const cudaError_t error = cuda::launch_dequantize(tensors.data(), tensors.size(), DType(dtype), nullptr);
+  return error == cudaSuccess ? before - emulator::launches() : int(error);
+}
+
 int emulated_embedding(const void* indices, int wide, int64_t count, const uint8_t* packed, int64_t num_embeddings, int format,
                        int64_t block_size, int64_t dim, int dtype, void* output) {
   return cuda::launch_embedding(indices, wide != 0, count, packed, num_embeddings, row_layout(format, block_size, dim),
@@ -33,6 +44,16 @@ int emulated_embedding(const void* indices, int wide, int64_t count, const uint8
 int emulated_quantize(const void* input, int dtype, const float* scales, int64_t rows, int format, int64_t block_size,
                       int64_t in_features, uint8_t* packed) {
   return cuda::launch_quantize(input, DType(dtype), scales, rows, row_layout(format, block_size, in_features), packed, nullptr);
+}
+
+int emulated_quantize_list(int64_t count, const void* const* inputs, const int64_t* rows, const int64_t* in_features,
+                           int64_t format, int64_t block_size, int64_t dtype, uint8_t* const* packed) {
+  std::vector<cuda::QuantizeTensor> tensors;
+  for (int64_t i = 0; i < count; ++i)
+    tensors.push_back({inputs[i], nullptr, rows[i], row_layout(int(format), block_size, in_features[i]), packed[i]});
+  const int before = emulator::launches();
+  const cudaError_t error = cuda::launch_quantize(tensors.data(), tensors.size(), DType(dtype), nullptr);
+  return error == cudaSuccess ? before - emulator::launches() : int(error);
 }
 
 int emulated_error_feedback(const float* weight, const float* factor, const float* importance, const float* scales,

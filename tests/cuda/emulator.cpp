@@ -50,6 +50,7 @@ jmp_buf scheduler;
 ucontext_t creator;
 cudaError_t error = cudaSuccess;
 bool reversed_order = false;
+int launched = 0;
 
 void yield(State state) {
   Fiber* self = running;
@@ -130,6 +131,7 @@ void syncthreads() { yield(State::kAtBarrier); }
 void syncwarp() { yield(State::kAtWarp); }
 void* warp_slot(unsigned lane) { return slots[current.thread.x / 32].data() + 16 * lane; }
 void* dynamic_shared() { return shared_memory.data(); }
+int launches() { return launched; }
 void set_reversed(bool reversed) { reversed_order = reversed; }
 
 void copy_async(void* to, const void* from, bool there) {
@@ -158,6 +160,7 @@ void fail_thread(cudaError_t why) {
 cudaError_t run(unsigned grid_x, unsigned grid_y, unsigned block, size_t shared_bytes, const std::function<void()>& kernel) {
   if (grid_x == 0 || grid_y == 0 || grid_y > 65535 || block == 0 || block > 1024 || block % 32 != 0 || shared_bytes > 227 * 1024)
     return cudaErrorInvalidConfiguration;
+  ++launched;
   while (fibers.size() < block) fibers.push_back(std::make_unique<Fiber>());
   slots.resize(block / 32);
   shared_memory.resize(shared_bytes / sizeof(std::max_align_t) + 1);

@@ -60,6 +60,7 @@ void* warp_slot(unsigned lane);               // 16 bytes per lane of the callin
 void* dynamic_shared();
 [[noreturn]] void fail_thread(cudaError_t error);
 cudaError_t run(unsigned grid_x, unsigned grid_y, unsigned block, size_t shared_bytes, const std::function<void()>& kernel);
+int launches();                               // so far
 void set_reversed(bool reversed);             // order in which the fibers of a CTA run
 // The calling thread's cp.async of 16 bytes (src-size 0: zeros), commit_group and wait_group, by the PTX ISA's sections of these names:
 // wait_group N waits until at most the N last groups are pending and all before them are complete, for this thread alone.

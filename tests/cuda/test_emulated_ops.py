@@ -41,7 +41,7 @@ def samples(rows: int, k: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
         x[6, k // 2] = float("nan")
     if rows > 7:
         x[7, k - 1] = float("-inf")
-    x[0, 0] = -0.0
+    x[:1, :1] = -0.0
     return x.to(dtype)
 
 
@@ -115,6 +115,69 @@ def test_every_code_decodes_like_the_cpu_op(emulated: Any, name: str) -> None:
     packed[:, :count] = torch.arange(count).to(torch.uint8)
     for dtype in DTYPES:
         assert same_values(emulated.dequantize(packed, fmt, k, dtype), ops.dequantize(packed, fmt, k, dtype))
+
+
+LISTS = [(9, 64), (1, 1304), (3, 576), (7, 65), (2, 8), (5, 1), (0, 64), (4, 2048)]
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_dequantize_list_equals_the_cpu_op(emulated: Any, name: str) -> None:
+    fmt = Format.parse(name)
+    columns = [k for _, k in LISTS]
+    packed = [ops.quantize(samples(rows, k, torch.float32, seed=k), fmt) for rows, k in LISTS]
+    packed[2] = misaligned(packed[2], 4)
+    for dtype in DTYPES:
+        got = emulated.dequantize_list(packed, fmt, columns, dtype)
+        assert emulated.launches == 2  # whole segments, and the rest
+        for one, rows, k in zip(got, packed, columns, strict=True):
+            assert same_values(one, ops.dequantize(rows, fmt, k, dtype)), k
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_quantize_list_equals_the_cpu_op(emulated: Any, name: str) -> None:
+    fmt = Format.parse(name)
+    for dtype in DTYPES:
+        inputs = [samples(rows, k, dtype, seed=k) for rows, k in LISTS if rows]
+        inputs[2] = misaligned(inputs[2], 4)
+        got = emulated.quantize_list(inputs, fmt)
+        assert emulated.launches == (2 if name in ("nf4", "fp4", "nf4:32", "fp4:128", "nf4:256") else 1)
+        for one, x in zip(got, inputs, strict=True):
+            assert torch.equal(one, ops.quantize(x, fmt)), x.shape
+
+
+@pytest.mark.parametrize(("count", "launches"), [(0, 0), (1, 1), (2, 1), (48, 1), (49, 2), (100, 3)])
+def test_a_list_is_decoded_in_as_few_launches_as_its_tables_hold(emulated: Any, count: int, launches: int) -> None:
+    fmt = Format.parse("nf4")
+    packed = [ops.quantize(samples(1 + i % 3, 64, torch.float32, seed=i), fmt) for i in range(count)]
+    got = emulated.dequantize_list(packed, fmt, [64] * count, torch.bfloat16)
+    assert emulated.launches == launches
+    for one, rows in zip(got, packed, strict=True):
+        assert same_values(one, ops.dequantize(rows, fmt, 64, torch.bfloat16))
+
+
+@pytest.mark.parametrize(("count", "launches"), [(0, 0), (1, 1), (28, 1), (29, 2), (100, 4)])
+@pytest.mark.parametrize("name", ["nf4", "int8"])
+def test_a_list_is_packed_in_as_few_launches_as_its_tables_hold(emulated: Any, name: str, count: int, launches: int) -> None:
+    fmt = Format.parse(name)
+    inputs = [samples(1 + i % 3, 64, torch.bfloat16, seed=i) for i in range(count)]
+    got = emulated.quantize_list(inputs, fmt)
+    assert emulated.launches == launches
+    for one, x in zip(got, inputs, strict=True):
+        assert torch.equal(one, ops.quantize(x, fmt))
+
+
+def test_a_list_of_more_segments_than_one_pass_of_the_grid(emulated: Any) -> None:
+    """Warps of the 32 emulated blocks cross from one tensor to the next in their loops, and come to several of one."""
+    fmt = Format.parse("nf4-dq")
+    shapes = [(150, 1024), (1, 8), (200, 2048), (3, 64), (90, 1032), (300, 27)]
+    inputs = [samples(rows, k, torch.bfloat16, seed=rows) for rows, k in shapes]
+    for other in ("nf4", "nf4:1024", "int8"):
+        for one, x in zip(emulated.quantize_list(inputs, Format.parse(other)), inputs, strict=True):
+            assert torch.equal(one, ops.quantize(x, other)), (other, x.shape)
+    packed = [ops.quantize(x, fmt) for x in inputs]
+    got = emulated.dequantize_list(packed, fmt, [k for _, k in shapes], torch.bfloat16)
+    for one, rows, (_, k) in zip(got, packed, shapes, strict=True):
+        assert same_values(one, ops.dequantize(rows, fmt, k, torch.bfloat16)), k
 
 
 @pytest.mark.parametrize("name", ["nf4", "nf4-dq", "fp8"])

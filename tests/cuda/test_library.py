@@ -77,6 +77,12 @@ def test_shapes_on_a_fake_cuda_device(name: str) -> None:
         assert (packed.shape, packed.dtype, packed.device.type) == ((48, fmt.row_bytes(100)), torch.uint8, "cuda")
         dense = ops.dequantize(packed, fmt, 100, torch.float16)
         assert (dense.shape, dense.dtype, dense.device.type) == ((48, 100), torch.float16, "cuda")
+        several = ops.quantize_list([weight, torch.empty(3, 100, dtype=torch.bfloat16, device="cuda")], fmt)
+        assert [(t.shape, t.dtype, t.device.type) for t in several] == [
+            ((n, fmt.row_bytes(100)), torch.uint8, "cuda") for n in (48, 3)
+        ]
+        several = ops.dequantize_list(several, fmt, [100, 100], torch.float16)
+        assert [(t.shape, t.dtype, t.device.type) for t in several] == [((n, 100), torch.float16, "cuda") for n in (48, 3)]
         x = torch.empty(2, 3, 100, dtype=torch.bfloat16, device="cuda")
         y = ops.linear(x, packed, torch.empty(48, dtype=torch.bfloat16, device="cuda"), fmt, 100)
         assert (y.shape, y.dtype, y.device.type) == ((2, 3, 48), torch.bfloat16, "cuda")
@@ -117,6 +123,12 @@ def test_a_cuda_kernel_called_without_a_gpu_says_so() -> None:
             "dequantize",
             (torch.zeros(4, 64, dtype=torch.uint8), 0, 64, 64, torch.float32),
             "must have 48 bytes per row for nf4",
+        ),
+        ("quantize_list", ([torch.zeros(4, 64), torch.zeros(4)], 0, 64), r"input\[1\] must have at least 2 dimensions"),
+        (
+            "dequantize_list",
+            ([torch.zeros(4, 48, dtype=torch.uint8), torch.zeros(4, 64, dtype=torch.uint8)], 0, 64, [64, 64], torch.float32),
+            r"packed\[1\] must have 48 bytes per row for nf4",
         ),
         ("linear", (torch.zeros(2, 65), torch.zeros(4, 48, dtype=torch.uint8), None, 0, 64, 64), "must be in_features=64"),
         ("linear_backward_input", (torch.zeros(2, 5), torch.zeros(4, 48, dtype=torch.uint8), 0, 64, 64), "out_features=4"),

@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from halfbyte.formats import Format
-from halfbyte.memory.tracker import _TEMPORARIES
+from halfbyte.memory import kernels
+from halfbyte.memory.tracker import _TEMPORARIES, StorageTracker
 
 K, N = 256, 512
+
+
+@pytest.fixture(autouse=True)
+def _h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_multiprocessors", lambda: 132)
 
 
 def tensors(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -21,7 +28,7 @@ def tensors(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tens
     ("tokens", "dtype", "format", "expected"),
     [
         (129, torch.bfloat16, 0, N * K * 2),  # past 128 tokens the weight is decoded into a buffer
-        (128, torch.bfloat16, 0, 0),
+        (128, torch.bfloat16, 0, 0),  # 4 chunks of K: not worth splitting
         (1, torch.bfloat16, 4, N * K * 2),  # row formats always
         (1, torch.float32, 0, N * K * 4),  # float32 always
     ],
@@ -32,10 +39,11 @@ def test_linear_on_cuda(tokens: int, dtype: torch.dtype, format: int, expected: 
 
 
 def test_backward_and_lora_on_cuda() -> None:
+    sums = 2 * 64 * K * 4  # 32 steps of 16 rows: two ranges, the sums of each in float32
     grad, packed = tensors(64, N, torch.bfloat16)
-    assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == 0
+    assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == sums
     lora = (grad, packed, None, None, 0, 64, K)
-    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == 64 * K * 2
+    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == sums + 64 * K * 2
     grad, packed = tensors(65, N, torch.bfloat16)
     assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == N * K * 2
     lora = (grad, packed, None, None, 0, 64, K)
@@ -51,3 +59,26 @@ def test_on_the_cpu_activations_are_put_in_order_512_tokens_at_a_time() -> None:
         input = torch.empty(tokens, K)
         assert _TEMPORARIES["halfbyte.linear.default"]((input, packed, None, 0, 64, K)) == min(tokens, 512) * K * 4
         assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((torch.empty(tokens, N), packed, 0, 64, K)) == 0
+
+
+def test_sums_of_splits_of_a_large_weight() -> None:
+    """The temporary of linear at 128 tokens and 4096 x 14336, by its formula: splits * 128 * 4096 * 4."""
+    packed = torch.empty(4096, Format.parse("nf4").row_bytes(14336), dtype=torch.uint8, device="meta")
+    input = torch.empty(128, 14336, dtype=torch.bfloat16, device="meta")
+    splits = kernels.tiled_splits(4096, 14336, 132)
+    assert splits == 8
+    assert _TEMPORARIES["halfbyte.linear.default"]((input, packed, None, 0, 64, 14336)) == splits * 128 * 4096 * 4
+
+
+@pytest.mark.parametrize(("device", "expected"), [("cpu", [12, 1040]), ("cuda", [512, 1536])])
+def test_storages_on_cuda_are_blocks_of_512_bytes(device: str, expected: list[int]) -> None:
+    """What `torch.cuda.memory_allocated` counts of them."""
+    with FakeTensorMode(), StorageTracker() as tracker:
+        sizes = []
+        for count in (3, 260):
+            before = tracker.total
+            kept = torch.empty(count, device=device)
+            sizes.append(tracker.total - before)
+            del kept
+    assert sizes == expected
+    assert tracker.peak == max(expected)

@@ -1,0 +1,71 @@
+"""What the products with packed rows take on CUDA during a call: the rules of csrc/cuda/linear_route.h, without its kernels.
+
+A plan needs neither a GPU nor the CUDA library. `tests/cuda/test_emulated_plan.py` compares these rules with the C++.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+__all__ = ["backward_bytes", "linear_bytes"]
+
+_SMALL_M, _TILED_M, _BACKWARD_M = 16, 128, 64
+_CHUNK = 64  # elements of a step of the forward kernels
+_H200 = 132  # multiprocessors, where no GPU says otherwise
+
+
+def linear_bytes(tokens: int, rows: int, columns: int, format: int, block_size: int, dtype: torch.dtype) -> int:
+    """Temporary bytes of input (tokens, columns) times packed (rows, ...): sums of splits, or the decoded weight."""
+    takes = format < 4 and block_size >= _CHUNK and columns % _CHUNK == 0 and dtype != torch.float32
+    if takes and 1 <= tokens <= _TILED_M:
+        splits = small_splits if tokens <= _SMALL_M else tiled_splits
+        return _sums(splits(rows, columns, _multiprocessors()), tokens, rows)
+    return rows * columns * dtype.itemsize
+
+
+def backward_bytes(tokens: int, rows: int, columns: int, format: int, dtype: torch.dtype) -> int:
+    """The same for grad_output (tokens, rows) times packed."""
+    takes = format < 4 and columns % 16 == 0 and rows % 4 == 0 and dtype != torch.float32
+    if takes and 1 <= tokens <= _BACKWARD_M:
+        resident = 2 if tokens <= _SMALL_M else 1
+        return _sums(backward_splits(rows, columns, _multiprocessors(), resident), tokens, columns)
+    return rows * columns * dtype.itemsize
+
+
+def small_splits(rows: int, columns: int, multiprocessors: int) -> int:
+    """Ranges of K that the kernel for up to 16 tokens adds up (`small_plan`)."""
+    wanted = multiprocessors * 2 // -(-rows // 16)
+    return min(max(1, wanted), max(1, columns // _CHUNK // 32))
+
+
+def tiled_splits(rows: int, columns: int, multiprocessors: int) -> int:
+    """The same of the kernel for 17 to 128 tokens: the number that is done first."""
+    tiles, chunks = -(-rows // 256), columns // _CHUNK
+
+    def cost(wanted: int) -> tuple[int, int]:
+        length = -(-chunks // wanted)
+        splits = -(-chunks // length)
+        waves = -(-tiles * splits // multiprocessors)
+        return waves * (length + (7 if splits > 1 else 2)) + (5 if splits > 1 else 0), splits
+
+    found = min((cost(wanted) for wanted in range(1, min(chunks, 64) + 1)), key=lambda each: each[0], default=(0, 1))
+    return found[1]
+
+
+def backward_splits(rows: int, columns: int, multiprocessors: int, resident: int) -> int:
+    """Ranges of N that the backward kernel adds up, with `resident` CTAs a multiprocessor."""
+    wanted = multiprocessors * resident // -(-columns // 256)
+    return min(max(1, wanted), max(1, -(-rows // 16) // 16))
+
+
+def _sums(splits: int, tokens: int, columns: int) -> int:
+    return splits * tokens * columns * 4 if splits > 1 else 0
+
+
+@functools.cache
+def _multiprocessors() -> int:
+    if not torch.cuda.is_available():
+        return _H200
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
