@@ -26,8 +26,8 @@ struct Tasks {
 constexpr int64_t kTaskWork = 8192;
 // Elements of a block count as this many at least: its scales and maxima cost as much whatever its length.
 constexpr int64_t kLeastBlockWork = 48;
-// A thread that sleeps takes some 50 us to wake, and one that spins next to Python delays it: a second one is asked only
-// where each has 30 us to do.
+// A thread that sleeps takes some 50 us to wake, and one that spins takes the core from others: a second one is asked only past
+// 32 K elements, 30 us of work.
 constexpr int64_t kTasksPerThread = 4;
 
 Tasks make_tasks(const std::vector<OptimizerTensor>& tensors, const std::vector<int64_t>& rows) {

@@ -115,9 +115,13 @@ struct Waiting {
   }
 };
 
-// Updates `count` elements; `index`: global index of the first one. Encodes what waits in `previous`, and leaves a whole block
-// in `next`: the update waits for square roots and divisions, and a block's encoding for its maximum and its reciprocal, which
-// take as long as four vectors' instructions. So the update of one block and the encoding of the one before run together.
+// Where one block is updated while the one before is encoded: the update waits for square roots and divisions, and encoding for
+// the block's maximum and its reciprocal, which take as long as four vectors' instructions. On a core of Zen 4 this saves AdamW 8 %
+// and SGD 18 %. With 16 registers what both need is loaded again and again: AVX2 lost by it (bf16 1.6 %, SGD 6 %).
+constexpr bool kOverlap = kWidth == 16;
+
+// Updates `count` elements; `index`: global index of the first one. With kOverlap encodes what waits in `previous`, and leaves a
+// whole block in `next`.
 template <OptimizerRule RULE, class P, class G>
 void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_scale, float* second_scale,
                   const OptimizerScalars& s, uint64_t index, Waiting<has_second_moment(RULE)>& previous,
@@ -142,18 +146,20 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
       store_pair_as(block.param + j, low, high);
     }
   };
-  int64_t encoded = previous.first_codes ? 0 : kStateBlock;
-  for (; i + kGroup <= count; i += kGroup) {
+  int64_t encoded = kOverlap && previous.first_codes ? 0 : kStateBlock;
+  for (; kOverlap && i + kGroup <= count; i += kGroup) {
     update_pair(i);
     update_pair(i + 2 * kWidth);
-    if (encoded < kStateBlock) previous.encode(encoded), encoded += kGroup;
+    if (kOverlap && encoded < kStateBlock) previous.encode(encoded), encoded += kGroup;
   }
-  for (; encoded < kStateBlock; encoded += kGroup) previous.encode(encoded);
+  for (; kOverlap && encoded < kStateBlock; encoded += kGroup) previous.encode(encoded);
   previous.first_codes = nullptr;
-  for (; i + kWidth <= count; i += kWidth) {
+  for (; i + 2 * kWidth <= count; i += 2 * kWidth) update_pair(i);
+  if (i + kWidth <= count) {
     const Floats param = update(i);
     if (stochastic) store(fresh + i, param);
     else store_as(block.param + i, param);
+    i += kWidth;
   }
   if (i < count) {
     const OptimizerBlock<P, G> at{block.param + i, block.grad + i, block.first_codes + i, kTwo ? block.second_codes + i : nullptr};
@@ -170,7 +176,7 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
   MomentMaxima most{largest(lanes.first), largest(lanes.second)};
   if (most.first >= kInfBits || most.second >= kInfBits) [[unlikely]]
     most = restart_unusual(next.first, kTwo ? next.second : nullptr, count);
-  if (count == kStateBlock && is_plain(most.first) && (!kTwo || is_plain(most.second))) {
+  if (kOverlap && count == kStateBlock && is_plain(most.first) && (!kTwo || is_plain(most.second))) {
     *first_scale = bits_float(most.first);
     next.first_factor = {splat(1.0f / *first_scale)};
     next.first_codes = block.first_codes;
@@ -248,7 +254,7 @@ void update_blocks(const OptimizerTensor& t, const OptimizerScalars& s, int64_t 
     if (++in_row == t.blocks_per_row) in_row = 0, ++row;
   }
   for (auto& last : waiting) {
-    for (int64_t i = 0; last.first_codes && i < kStateBlock; i += kGroup) last.encode(i);
+    for (int64_t i = 0; kOverlap && last.first_codes && i < kStateBlock; i += kGroup) last.encode(i);
   }
 }
 
