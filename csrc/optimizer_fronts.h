@@ -3,6 +3,7 @@
 
 #include <torch/csrc/stable/library.h>
 
+#include "bridge.h"
 #include "optimizer_arguments.h"
 
 namespace halfbyte {
@@ -11,8 +12,7 @@ using OptimizerRun = void (*)(OptimizerRule, const OptimizerArguments&, const Op
 
 template <OptimizerRun run>
 class OptimizerFronts {
-  // By reference: a copy of every list would count the references of 448 x 6 tensors up and down.
-  using Tensors = const std::vector<Tensor>&;
+  using Tensors = const TensorList&;
   using MaybeTensor = const std::optional<Tensor>&;
   using Offsets = const std::vector<int64_t>&;
   using Seed = std::optional<int64_t>;
@@ -60,10 +60,10 @@ class OptimizerFronts {
 
  public:
   static void implement(torch::stable::detail::StableLibrary& m) {
-    m.impl("adamw8bit_step_", TORCH_BOX(&OptimizerFronts::adam_step<OptimizerRule::kAdamW>));
-    m.impl("adam8bit_step_", TORCH_BOX(&OptimizerFronts::adam_step<OptimizerRule::kAdam>));
-    m.impl("lion8bit_step_", TORCH_BOX(&OptimizerFronts::lion_step));
-    m.impl("sgd8bit_step_", TORCH_BOX(&OptimizerFronts::sgd_step));
+    m.impl("adamw8bit_step_", &Boxed<&OptimizerFronts::adam_step<OptimizerRule::kAdamW>>::call);
+    m.impl("adam8bit_step_", &Boxed<&OptimizerFronts::adam_step<OptimizerRule::kAdam>>::call);
+    m.impl("lion8bit_step_", &Boxed<&OptimizerFronts::lion_step>::call);
+    m.impl("sgd8bit_step_", &Boxed<&OptimizerFronts::sgd_step>::call);
   }
 };
 

@@ -1,4 +1,6 @@
 // Fronts of the 8-bit optimizer steps on the CPU: check every tensor of the list, then one parallel region over all of them.
+#include <algorithm>
+
 #include "../bridge.h"
 #include "../checks.h"
 #include "../optimizer_fronts.h"
@@ -8,25 +10,46 @@
 namespace halfbyte::cpu {
 namespace {
 
-// Consecutive blocks of one tensor: what a thread takes at a time.
+// Consecutive blocks of one tensor.
 struct Chunk {
   int64_t tensor, begin, end;
 };
 
-// About 8 K elements a chunk: small enough to balance two parameters over all threads, 1 us or more of work.
-constexpr int64_t kChunkElements = 8192;
-
-std::vector<Chunk> make_chunks(const std::vector<OptimizerTensor>& tensors, const std::vector<int64_t>& rows) {
+// What a thread takes at a time: chunks [starts[i], starts[i + 1]), about kTaskWork elements.
+struct Tasks {
   std::vector<Chunk> chunks;
+  std::vector<size_t> starts;
+  int64_t count() const { return int64_t(starts.size()) - 1; }
+};
+
+// 8 K elements take 8 us: small enough to balance two parameters over all threads.
+constexpr int64_t kTaskWork = 8192;
+// Elements of a block count as this many at least: its scales and maxima cost as much whatever its length.
+constexpr int64_t kLeastBlockWork = 48;
+// A thread that sleeps takes some 50 us to wake, and one that spins takes the core from others: a second one is asked only past
+// 32 K elements, 30 us of work.
+constexpr int64_t kTasksPerThread = 4;
+
+Tasks make_tasks(const std::vector<OptimizerTensor>& tensors, const std::vector<int64_t>& rows) {
+  Tasks tasks;
+  tasks.chunks.reserve(tensors.size());
+  int64_t work = kTaskWork;  // of the last task
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t blocks = rows[i] * tensors[i].blocks_per_row;
-    if (blocks == 0) continue;
-    const int64_t block = tensors[i].row_length < kStateBlock ? tensors[i].row_length : kStateBlock;
-    const int64_t per_chunk = kChunkElements / block > 0 ? kChunkElements / block : 1;
-    for (int64_t b = 0; b < blocks; b += per_chunk)
-      chunks.push_back({int64_t(i), b, b + per_chunk < blocks ? b + per_chunk : blocks});
+    const int64_t of_block = std::clamp(tensors[i].row_length, kLeastBlockWork, kStateBlock);
+    for (int64_t b = 0; b < blocks;) {
+      if (work >= kTaskWork) {
+        tasks.starts.push_back(tasks.chunks.size());
+        work = 0;
+      }
+      const int64_t end = std::min(blocks, b + (kTaskWork - work + of_block - 1) / of_block);
+      tasks.chunks.push_back({int64_t(i), b, end});
+      work += (end - b) * of_block;
+      b = end;
+    }
   }
-  return chunks;
+  tasks.starts.push_back(tasks.chunks.size());
+  return tasks;
 }
 
 float scalar_of(const Tensor& t) { return *t.const_data_ptr<float>(); }
@@ -41,7 +64,7 @@ void run(OptimizerRule rule, const OptimizerArguments& a, const OptimizerHyper& 
   std::vector<size_t> scalars_of(tensors.size());
   for (size_t i = 0; i < tensors.size(); ++i) {
     if (i == 0 || a.steps.size() > 1) {
-      const float step = scalar_of(a.steps[i]);
+      const float step = scalar_of(a.steps.tensor(i));
       HALFBYTE_CHECK(step >= 1.0f && step <= 0x1p24f, a.op, "steps[", i,
                      "] must be the count of this step, from 1 to 2^24, got ", step);
       if (i == 0 || uint32_t(step) != scalars.back().step)
@@ -49,12 +72,12 @@ void run(OptimizerRule rule, const OptimizerArguments& a, const OptimizerHyper& 
     }
     scalars_of[i] = scalars.size() - 1;
   }
-  const std::vector<Chunk> chunks = make_chunks(tensors, rows);
+  const Tasks tasks = make_tasks(tensors, rows);
   const OptimizerKernels& kernel = kernels().optimizer;
-  parallel_rows(int64_t(chunks.size()), 1, [&, &tensors = tensors](int64_t begin, int64_t end) {
+  parallel_rows(tasks.count(), kTasksPerThread, [&, &tensors = tensors](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
-    for (int64_t i = begin; i < end; ++i) {
-      const Chunk& c = chunks[size_t(i)];
+    for (size_t i = tasks.starts[size_t(begin)]; i < tasks.starts[size_t(end)]; ++i) {
+      const Chunk& c = tasks.chunks[i];
       kernel.update(rule, tensors[size_t(c.tensor)], scalars[scalars_of[size_t(c.tensor)]], c.begin, c.end);
     }
   });

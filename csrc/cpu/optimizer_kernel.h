@@ -102,12 +102,32 @@ inline Floats update_tail(const OptimizerBlock<P, G>& at, int64_t count, const B
   return update_vector<RULE, P, G>({param, grad, first_codes, second_codes}, f, first, second, most);
 }
 
-// `count` elements; `index`: global index of the first one.
+// A whole block whose moments are updated but not encoded yet.
+template <bool TWO>
+struct Waiting {
+  alignas(64) float first[kStateBlock], second[TWO ? kStateBlock : 1];
+  OneFactor first_factor, second_factor;
+  uint8_t *first_codes = nullptr, *second_codes = nullptr;  // null: nothing waits
+
+  [[gnu::always_inline]] void encode(int64_t i) {
+    encode_group<true, 4>(first + i, first_factor, first_codes + i);
+    if constexpr (TWO) encode_group<false, 4>(second + i, second_factor, second_codes + i);
+  }
+};
+
+// Where one block is updated while the one before is encoded: the update waits for square roots and divisions, and encoding for
+// the block's maximum and its reciprocal, which take as long as four vectors' instructions. On a core of Zen 4 this saves AdamW 8 %
+// and SGD 18 %. With 16 registers what both need is loaded again and again: AVX2 lost by it (bf16 1.6 %, SGD 6 %).
+constexpr bool kOverlap = kWidth == 16;
+
+// Updates `count` elements; `index`: global index of the first one. With kOverlap encodes what waits in `previous`, and leaves a
+// whole block in `next`.
 template <OptimizerRule RULE, class P, class G>
 void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_scale, float* second_scale,
-                  const OptimizerScalars& s, uint64_t index) {
+                  const OptimizerScalars& s, uint64_t index, Waiting<has_second_moment(RULE)>& previous,
+                  Waiting<has_second_moment(RULE)>& next) {
   constexpr bool kTwo = has_second_moment(RULE);
-  alignas(64) float first[kStateBlock], second[kTwo ? kStateBlock : 1], fresh[kStateBlock];
+  alignas(64) float fresh[kStateBlock];
   // Lion interpolates the same moment twice, with two weights.
   const BlockFactors f(s, *first_scale, kTwo ? *second_scale : *first_scale);
   const bool stochastic = s.stochastic && sizeof(P) == 2;
@@ -115,17 +135,26 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
   int64_t i = 0;
   const auto update = [&](int64_t j) __attribute__((always_inline)) {
     const OptimizerBlock<P, G> at{block.param + j, block.grad + j, block.first_codes + j, kTwo ? block.second_codes + j : nullptr};
-    return update_vector<RULE, P, G>(at, f, first + j, kTwo ? second + j : second, lanes);
+    return update_vector<RULE, P, G>(at, f, next.first + j, kTwo ? next.second + j : next.second, lanes);
   };
-  for (; i + 2 * kWidth <= count; i += 2 * kWidth) {
-    const Floats low = update(i), high = update(i + kWidth);
+  const auto update_pair = [&](int64_t j) __attribute__((always_inline)) {
+    const Floats low = update(j), high = update(j + kWidth);
     if (stochastic) {
-      store(fresh + i, low);
-      store(fresh + i + kWidth, high);
+      store(fresh + j, low);
+      store(fresh + j + kWidth, high);
     } else {
-      store_pair_as(block.param + i, low, high);
+      store_pair_as(block.param + j, low, high);
     }
+  };
+  int64_t encoded = kOverlap && previous.first_codes ? 0 : kStateBlock;
+  for (; kOverlap && i + kGroup <= count; i += kGroup) {
+    update_pair(i);
+    update_pair(i + 2 * kWidth);
+    if (kOverlap && encoded < kStateBlock) previous.encode(encoded), encoded += kGroup;
   }
+  for (; kOverlap && encoded < kStateBlock; encoded += kGroup) previous.encode(encoded);
+  previous.first_codes = nullptr;
+  for (; i + 2 * kWidth <= count; i += 2 * kWidth) update_pair(i);
   if (i + kWidth <= count) {
     const Floats param = update(i);
     if (stochastic) store(fresh + i, param);
@@ -134,7 +163,8 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
   }
   if (i < count) {
     const OptimizerBlock<P, G> at{block.param + i, block.grad + i, block.first_codes + i, kTwo ? block.second_codes + i : nullptr};
-    const Floats param = update_tail<RULE, P, G>(at, count - i, f, first + i, kTwo ? second + i : second, lanes);
+    const Floats param =
+        update_tail<RULE, P, G>(at, count - i, f, next.first + i, kTwo ? next.second + i : next.second, lanes);
     store(fresh + i, param);
     if (!stochastic) {
       P rounded[kWidth];
@@ -145,9 +175,20 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
   if (stochastic) round_stochastic(fresh, count, index, s.seed, s.step, block.param);
   MomentMaxima most{largest(lanes.first), largest(lanes.second)};
   if (most.first >= kInfBits || most.second >= kInfBits) [[unlikely]]
-    most = restart_unusual(first, kTwo ? second : nullptr, count);
-  encode_block<true>(first, count, most.first, block.first_codes, first_scale);
-  if constexpr (kTwo) encode_block<false>(second, count, most.second, block.second_codes, second_scale);
+    most = restart_unusual(next.first, kTwo ? next.second : nullptr, count);
+  if (kOverlap && count == kStateBlock && is_plain(most.first) && (!kTwo || is_plain(most.second))) {
+    *first_scale = bits_float(most.first);
+    next.first_factor = {splat(1.0f / *first_scale)};
+    next.first_codes = block.first_codes;
+    if constexpr (kTwo) {
+      *second_scale = bits_float(most.second);
+      next.second_factor = {splat(1.0f / *second_scale)};
+      next.second_codes = block.second_codes;
+    }
+    return;
+  }
+  encode_block<true>(next.first, count, most.first, block.first_codes, first_scale);
+  if constexpr (kTwo) encode_block<false>(next.second, count, most.second, block.second_codes, second_scale);
 }
 
 // Rows of V vectors, one block each, as the matrices of LoRA have them: 4 vectors at a time, so that the work of several rows
@@ -201,6 +242,7 @@ void update_blocks(const OptimizerTensor& t, const OptimizerScalars& s, int64_t 
   if (t.row_length == kWidth) begin = update_narrow<RULE, P, G, 1>(t, s, begin, end);
   if (t.row_length == 2 * kWidth) begin = update_narrow<RULE, P, G, 2>(t, s, begin, end);
   int64_t row = begin / t.blocks_per_row, in_row = begin % t.blocks_per_row;
+  Waiting<has_second_moment(RULE)> waiting[2];
   for (int64_t b = begin; b < end; ++b) {
     const int64_t column = in_row * kStateBlock;
     const int64_t start = row * t.row_length + column;
@@ -208,8 +250,11 @@ void update_blocks(const OptimizerTensor& t, const OptimizerScalars& s, int64_t 
     update_block<RULE, P, G>({static_cast<P*>(t.param) + start, static_cast<const G*>(t.grad) + start, t.codes[0] + start,
                               t.codes[1] ? t.codes[1] + start : nullptr},
                              count, t.scales[0] + b, t.scales[1] ? t.scales[1] + b : nullptr, s,
-                             t.element_offset + uint64_t(start));
+                             t.element_offset + uint64_t(start), waiting[b & 1], waiting[~b & 1]);
     if (++in_row == t.blocks_per_row) in_row = 0, ++row;
+  }
+  for (auto& last : waiting) {
+    for (int64_t i = 0; kOverlap && last.first_codes && i < kStateBlock; i += kGroup) last.encode(i);
   }
 }
 

@@ -21,9 +21,9 @@ void run(OptimizerRule rule, const OptimizerArguments& a, const OptimizerHyper& 
                    tensors[i].row_length);
   }
   std::vector<const float*> steps;
-  for (const Tensor& step : a.steps) steps.push_back(step.const_data_ptr<float>());
+  for (size_t i = 0; i < a.steps.size(); ++i) steps.push_back(a.steps.tensor(i).const_data_ptr<float>());
   const OptimizerInputs inputs{pointer(a.lr_tensor), pointer(a.grad_scale), pointer(a.found_inf)};
-  const LaunchScope scope(a.op, a.params[0]);
+  const LaunchScope scope(a.op, a.params.tensor(0));
   scope.check(for_each_table(tensors, rows, steps, [&](const OptimizerTable& table) {
     return launch_optimizer(rule, table, hyper, inputs, scope.stream());
   }));
