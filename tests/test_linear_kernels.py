@@ -105,7 +105,7 @@ def test_values(format: int, block_size: int, K: int) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("format", "block_size"), [(NF4, 64), (NF4_DQ, 128), (FP8, 0)])
 def test_more_than_one_block_of_everything(format: int, block_size: int, dtype: torch.dtype) -> None:
-    M, rows, K = 600, 301, 700  # tokens > 512, rows > 2 panels of 96, several panels of columns and of the reduction
+    M, rows, K = 600, 301, 700  # tokens > 512, rows > a panel of 192, several panels of columns and of the reduction
     packed, weight = make(rows, K, format, block_size)
     x, grad = tokens_like((M, K), dtype), tokens_like((M, rows), dtype)
     assert_within(ops.linear(x, packed, None, format, block_size, K), x, weight.T)
@@ -183,6 +183,23 @@ def test_fp8_nan_codes_decode_to_nan() -> None:
             y = ops.linear(tokens_like((M, 128), dtype), packed, None, FP8, 0, 128)
             assert y[:, 1].isnan().all()
             assert y[:, ::2].isfinite().all()
+
+
+@pytest.mark.parametrize("format", [INT8, FP8])
+def test_every_code_of_a_row_counts(format: int) -> None:
+    """All 256 codes, int8's -128 (which quantize never writes) included; fp8's two NaNs have the test above."""
+    codes = torch.arange(256, dtype=torch.int32).repeat(2)
+    if format == FP8:
+        codes[(codes & 0x7F) == 0x7F] = 1
+    K = len(codes)
+    packed, _ = make(14, K, format, 0)
+    packed[:, :K] = torch.stack([codes.roll(n) for n in range(14)]).to(torch.uint8)
+    weight = ops.dequantize(packed, format, 0, K, torch.float32).double()
+    for dtype in DTYPES:
+        for M in (1, 3, 20):
+            x, grad = tokens_like((M, K), dtype), tokens_like((M, 14), dtype)
+            assert_within(ops.linear(x, packed, None, format, 0, K), x, weight.T)
+            assert_within(ops.linear_backward_input(grad, packed, format, 0, K), grad, weight)
 
 
 def test_shapes_strides_and_empties() -> None:

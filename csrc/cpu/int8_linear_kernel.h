@@ -145,11 +145,15 @@ void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const
         offset[r] += uint32_t(Int8Units::weights(codes, count, panel + r * kPanelStride));
       }
       for (int64_t r = rows; r < rows_padded; ++r) memset(panel + r * kPanelStride, 0, size_t(4 * count));
+      const bool last = u0 + count == all;
+      const Ahead next{packed + (last ? n0 + panel_rows : n0) * l.row_bytes + (last ? 0 : (u0 + count) * kElements), l.row_bytes,
+                       64 / kElements};
       for (int64_t m0 = 0; m0 < tokens;) {
         const int vectors = tile_vectors(tokens - m0);
         const float* b = static_cast<const float*>(units) + m0 * all + u0 * vectors * kLanes;
         for (int64_t r = 0; r < rows_padded; r += kTileRows)
-          tile_rows<Int8Units>(vectors, panel + r * kPanelStride, kPanelStride, b, sums + r * kSumsStride + m0, count, u0 == 0);
+          tile_rows<Int8Units>(vectors, panel + r * kPanelStride, kPanelStride, b, sums + r * kSumsStride + m0, count, u0 == 0,
+                               m0 == 0 ? next.rows(r) : Ahead{});
         m0 += vectors * kLanes;
       }
     }

@@ -74,7 +74,6 @@ struct Decoder {
   // The codebook's fp32 values split into 4 byte planes: 16-entry byte lookups are one instruction for 32 codes, and
   // unpacking puts the bytes together again. 24 shuffles for 64 exact values; vpermps would take 64 and 8 blends.
   __m256i plane[4];
-  __m256i spread;  // 32-element step of a lane -> index of its scale
 
   explicit Decoder(const RowLayout& l) {
     if constexpr (four_bit(codes)) {
@@ -85,13 +84,15 @@ struct Decoder {
       }
       for (int p = 0; p < 4; ++p)
         plane[p] = _mm256_broadcastsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(bytes[p])));
-      spread = l.block_size == 32 ? _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1) : _mm256_setzero_si256();
     }
   }
 
   Vector scale(const Scales& s, int64_t group) const {
-    if constexpr (four_bit(codes)) {
+    if constexpr (codes == Codes::kFourBit32) {
+      const __m256i spread = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);  // 32-element step of a lane -> index of its scale
       return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(s.from(2 * group))), spread);
+    } else if constexpr (codes == Codes::kFourBit) {
+      return _mm256_broadcast_ss(s.from(2 * group));  // no shuffle: those are what binds
     } else {
       return _mm256_set1_ps(codes == Codes::kFP8 ? s.value * 256.0f : s.value);
     }

@@ -10,15 +10,21 @@
 namespace halfbyte::cpu {
 namespace {
 
+template <class T, bool kBias>
+inline void store_values_of_row(const float* sums, int64_t count, const T* bias, T* out) {
+  const auto store = [&](int64_t i) { out[i] = from_float<T>(kBias ? sums[i] + to_float(bias[i]) : sums[i]); };
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16)  // loops of a known length become vectors
+    for (int j = 0; j < 16; ++j) store(i + j);
+  for (; i + 4 <= count; i += 4)  // few tokens' panels have 12 rows
+    for (int j = 0; j < 4; ++j) store(i + j);
+  for (; i < count; ++i) store(i);
+}
+
 template <class T>
 inline void store_row(const float* sums, int64_t count, const void* bias, void* data) {
-  T* out = static_cast<T*>(data);
-  const T* added = static_cast<const T*>(bias);
-  const auto store = [&](int64_t i) { out[i] = from_float<T>(added ? sums[i] + to_float(added[i]) : sums[i]); };
-  int64_t i = 0;
-  for (; i + 12 <= count; i += 12)  // rows of a micro-kernel: loops of a known length become vectors
-    for (int j = 0; j < 12; ++j) store(i + j);
-  for (; i < count; ++i) store(i);
+  if (bias) store_values_of_row<T, true>(sums, count, static_cast<const T*>(bias), static_cast<T*>(data));
+  else store_values_of_row<T, false>(sums, count, nullptr, static_cast<T*>(data));
 }
 
 // output[token, column : column + count] = sums[i] + bias, rounded once.
@@ -143,25 +149,45 @@ void direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const Row
 
 constexpr int64_t kPrefetchUnits = 6;
 
+// What the next panel will read of the packed rows, fetched while the micro-kernel has nothing else to fetch. Asked for where
+// it is decoded, a panel's few lines of each row come all at once, and decoding waits for most of them.
+struct Ahead {
+  const uint8_t* line;  // of the first row; null: nothing
+  int64_t stride;       // bytes from row to row
+  int64_t units;        // of the micro-kernel that pass for every line of a row
+
+  Ahead rows(int64_t count) const { return {line ? line + count * stride : nullptr, stride, units}; }
+};
+
 template <class Product, int R, int G>
-inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first) {
+inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first,
+                 Ahead ahead = {}) {
   typename Product::Sum sum[R][G];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
     for (int g = 0; g < G; ++g) sum[r][g] = first ? typename Product::Sum{} : Product::load_sums(sums + r * sums_stride + g * kLanes);
-  for (int64_t u = 0; u < units; ++u, b += G * kLanes) {
-    typename Product::Values v[G];
-#pragma GCC unroll 4
-    for (int g = 0; g < G; ++g) {
-      v[g] = Product::load(b + g * kLanes);
-      if (kLanes == 16) prefetch(b + (kPrefetchUnits * G + g) * kLanes);  // b streams from L2, a new page every 16 units
-    }
+  for (int64_t u = 0, stop; u < units; u = stop) {
+    stop = units;
+    if (ahead.line) {
 #pragma GCC unroll 12
-    for (int r = 0; r < R; ++r) {
-      const typename Product::Values w = Product::broadcast(a + r * a_stride + u);
+      for (int r = 0; r < R; ++r) prefetch(ahead.line + r * ahead.stride);
+      ahead.line += 64;
+      if (u + ahead.units < units) stop = u + ahead.units;
+    }
+    for (int64_t i = u; i < stop; ++i, b += G * kLanes) {
+      typename Product::Values v[G];
 #pragma GCC unroll 4
-      for (int g = 0; g < G; ++g) sum[r][g] = Product::multiply_add(w, v[g], sum[r][g]);
+      for (int g = 0; g < G; ++g) {
+        v[g] = Product::load(b + g * kLanes);
+        if (kLanes == 16) prefetch(b + (kPrefetchUnits * G + g) * kLanes);  // b streams from L2, a new page every 16 units
+      }
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r) {
+        const typename Product::Values w = Product::broadcast(a + r * a_stride + i);
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) sum[r][g] = Product::multiply_add(w, v[g], sum[r][g]);
+      }
     }
   }
 #pragma GCC unroll 12
@@ -170,12 +196,14 @@ inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, 
     for (int g = 0; g < G; ++g) Product::store_sums(sums + r * sums_stride + g * kLanes, sum[r][g]);
 }
 
+constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are on their way
+
 // Decoded groups [first, first + count) of one row, in decode order. A partial last group is filled up with anything finite
 // that its scale allows: the activations there are zero, or the columns are not stored.
-// The codes `ahead` bytes on are fetched meanwhile: a panel takes a few cache lines of each row, too few for the hardware to foresee.
-template <class Product, Codes codes>
+// kFetch: the codes kRowsAhead rows on are fetched meanwhile.
+template <class Product, Codes codes, bool kFetch = false>
 inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first, int64_t count,
-                       int64_t ahead, float* out) {
+                       float* out) {
   using D = Decoder<Product, codes>;
   typename D::Scales scales;
   const int64_t start = first * kGroup;
@@ -185,7 +213,7 @@ inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* ro
   const int64_t whole = length / kGroup;
   for (int64_t g = 0; g < whole; ++g, out += Product::kVectors * kLanes) {
     const uint8_t* codes_of_group = row + (first + g) * D::kCodeBytes;
-    prefetch(codes_of_group + ahead);
+    if (kFetch) prefetch(codes_of_group + kRowsAhead * l.row_bytes);
     decoder.scaled(codes_of_group, scales, g, v);
 #pragma GCC unroll 8
     for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kLanes, v[i]);
@@ -200,7 +228,9 @@ inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* ro
 
 // ---- tiled forward: weights broadcast from a decoded panel, tokens in vectors ---------------------------------------
 
-constexpr int64_t kPanelRows = 96;    // x kPanelUnits x 4 bytes = 96 KiB, in L2 beside a tile of activations
+// x kPanelUnits x 4 bytes = 192 KiB, in L2 beside the sums (384 KiB) and a tile of activations: these come from L3 once for
+// each panel, so half as many panels ask half as much of what all cores share.
+constexpr int64_t kPanelRows = 192;
 constexpr int64_t kFewTokens = 64;    // up to here the activations of a panel fit L2, and the panel shrinks to L1: 12 rows
 constexpr int64_t kPanelUnits = 256;
 constexpr int64_t kPanelStride = kPanelUnits + 16;  // rows 1 KiB apart would share L1 sets
@@ -213,9 +243,15 @@ constexpr int kTileRows = 12;         // by 1 or 2 vectors; 6 by 4
 static_assert(kTileRows <= kMostTileRows && kPanelRows % kTileRows == 0);
 
 template <class Product>
-inline void tile_rows(int vectors, const float* a, int64_t a_stride, const float* b, float* sums, int64_t units, bool first) {
+inline void tile_rows(int vectors, const float* a, int64_t a_stride, const float* b, float* sums, int64_t units, bool first,
+                      Ahead ahead = {}) {
 #if defined(HALFBYTE_TILES)
   if constexpr (kOnTiles<Product>) {
+    if (ahead.line) {
+      for (int64_t u = 0; u < units; u += ahead.units, ahead.line += 64)
+        for (int r = 0; r < kTileRows; ++r) prefetch(ahead.line + r * ahead.stride);
+      ahead.line = nullptr;
+    }
     const int64_t whole = units / kTileSide * kTileSide;  // where the units end is the same for every row: so is the order
     if (whole != 0) {
       tile_product<Product>(kTileRows, vectors, a, a_stride, b, sums, kSumsStride, whole, first);
@@ -226,14 +262,15 @@ inline void tile_rows(int vectors, const float* a, int64_t a_stride, const float
 #endif
   constexpr bool kWide = kLanes == 16;  // 32 registers
   for (int64_t r0 = 0; r0 < kTileRows; r0 += 12, a += 12 * a_stride, sums += 12 * kSumsStride) {
+    const Ahead mine = ahead.rows(r0);
     if (vectors == 1) {
-      tile<Product, 12, 1>(a, a_stride, b, sums, kSumsStride, units, first);
+      tile<Product, 12, 1>(a, a_stride, b, sums, kSumsStride, units, first, mine);
     } else if (vectors == 2 && kWide) {
-      tile<Product, kWide ? 12 : 1, 2>(a, a_stride, b, sums, kSumsStride, units, first);
+      tile<Product, kWide ? 12 : 1, 2>(a, a_stride, b, sums, kSumsStride, units, first, mine);
     } else {
       constexpr int G = kWide ? 4 : 2;
       for (int r = 0; r < 12; r += 6)
-        tile<Product, 6, G>(a + r * a_stride, a_stride, b, sums + r * kSumsStride, kSumsStride, units, first);
+        tile<Product, 6, G>(a + r * a_stride, a_stride, b, sums + r * kSumsStride, kSumsStride, units, first, mine.rows(r));
     }
   }
 }
@@ -242,7 +279,7 @@ template <class Product, Codes codes>
 void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units, int64_t tokens,
            const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   constexpr int64_t kGroupUnits = kGroup / Product::kUnitElements;
-  constexpr int64_t kPanelGroups = kPanelUnits / kGroupUnits;
+  constexpr int64_t kPanelGroups = kPanelUnits / kGroupUnits, kCodeBytes = Decoder<Product, codes>::kCodeBytes;
   const Decoder<Product, codes> decoder(l);
 #if defined(HALFBYTE_TILES)
   const TileScope scope;
@@ -257,14 +294,19 @@ void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowL
     for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
       const int64_t count = g0 + kPanelGroups < groups ? kPanelGroups : groups - g0;
       for (int64_t r = 0; r < rows; ++r)
-        decode_row<Product, codes>(decoder, packed + (n0 + r) * l.row_bytes, l, g0, count, count * Decoder<Product, codes>::kCodeBytes,
-                                   panel + r * kPanelStride);
+        decode_row<Product, codes>(decoder, packed + (n0 + r) * l.row_bytes, l, g0, count, panel + r * kPanelStride);
       for (int64_t r = rows; r < rows_padded; ++r) memset(panel + r * kPanelStride, 0, size_t(4 * count * kGroupUnits));
+      const bool last = g0 + count == groups;
+      const int64_t next_group = last ? 0 : g0 + count, next_row = last ? n0 + panel_rows : n0;
+      const uint8_t* next_rows = packed + next_row * l.row_bytes;
+      for (int64_t r = 0; r < rows; ++r) prefetch(next_rows + r * l.row_bytes + scales_at(l, next_group * kGroup));
+      const Ahead next{next_rows + next_group * kCodeBytes, l.row_bytes, 64 * kGroupUnits / kCodeBytes};
       for (int64_t m0 = 0; m0 < tokens;) {
         const int vectors = tile_vectors(tokens - m0);
         const float* b = static_cast<const float*>(units) + m0 * groups * kGroupUnits + g0 * kGroupUnits * vectors * kLanes;
         for (int64_t r = 0; r < rows_padded; r += kTileRows)
-          tile_rows<Product>(vectors, panel + r * kPanelStride, kPanelStride, b, sums + r * kSumsStride + m0, count * kGroupUnits, g0 == 0);
+          tile_rows<Product>(vectors, panel + r * kPanelStride, kPanelStride, b, sums + r * kSumsStride + m0, count * kGroupUnits,
+                             g0 == 0, m0 == 0 ? next.rows(r) : Ahead{});
         m0 += vectors * kLanes;
       }
     }
@@ -300,7 +342,6 @@ struct BackwardShape {
   constexpr int64_t panel_floats() const { return columns / kSubtile * subtile_stride(); }
   constexpr int64_t sums_stride() const { return columns + 16; }
 };
-constexpr int64_t kRowsAhead = 16;  // rows of a panel whose codes are on their way
 constexpr BackwardShape kBackwardMany{256, 128};
 // With few tokens reading the weight counts, and 256 columns of a row are 2 cache lines in a page of their own.
 constexpr BackwardShape kBackwardFew{1024, 32};
@@ -400,7 +441,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
       }
     };
     accumulate(rows, grad, grad_stride, [&](int64_t n, float* out) {
-      decode_row<Product, codes>(decoder, packed + n * l.row_bytes, l, g0, groups, kRowsAhead * l.row_bytes, out);
+      decode_row<Product, codes, true>(decoder, packed + n * l.row_bytes, l, g0, groups, out);
     });
     if (low_rank) {
       accumulate(low_rank->rank, low_rank->input, low_rank->stride, [&](int64_t n, float* out) {

@@ -77,7 +77,7 @@ struct LinearKernels {
 // Rows of the largest micro-kernel: up to so many less one past the last are multiplied, and not stored.
 inline constexpr int64_t kMostTileRows = 48;
 
-// Tokens handled at once: 512 x 96 partial sums fit L2, and decoding a weight costs under 1 % of 512 multiplications.
+// Tokens handled at once: 512 x 192 partial sums fit L2, and decoding a weight costs under 1 % of 512 multiplications.
 inline constexpr int64_t kLinearTokens = 512;
 
 }  // namespace halfbyte::cpu

@@ -36,6 +36,11 @@ struct Order {
   constexpr Order() : element() {
     for (int i = 0; i < kGroup; ++i) element[i] = uint8_t(element_at<Product, codes>(i));
   }
+  constexpr bool natural() const {
+    for (int i = 0; i < kGroup; ++i)
+      if (element[i] != i) return false;
+    return true;
+  }
 };
 
 // Elements [0, kGroup) of x in decode order; those from `count` on are zeros.
@@ -49,7 +54,11 @@ inline void order_group(const T* x, int64_t count, typename UnitElement<Product>
       return;
     }
 #endif
-    for (int i = 0; i < kGroup; ++i) convert(out[i], x[order.element[i]]);
+    if constexpr (order.natural()) {  // a loop of its own: becomes vectors
+      for (int i = 0; i < kGroup; ++i) convert(out[i], x[i]);
+    } else {
+      for (int i = 0; i < kGroup; ++i) convert(out[i], x[order.element[i]]);
+    }
   } else {
     for (int i = 0; i < kGroup; ++i) {
       if (order.element[i] < count) convert(out[i], x[order.element[i]]);

@@ -15,6 +15,13 @@ constexpr bool four_bit(Codes codes) { return codes == Codes::kFourBit || codes 
 // K is walked in stretches of this many elements (a multiple of every block size), so that scales fit a small buffer.
 constexpr int64_t kStretch = 4096;
 
+// Where in a packed row the scales of element `start` lie.
+inline int64_t scales_at(const RowLayout& l, int64_t start) {
+  if (!is_4bit(l.format)) return l.scales_offset;
+  const int64_t block = start >> __builtin_ctzll(uint64_t(l.block_size));
+  return is_double_quantized(l.format) ? l.code_bytes + block : l.scales_offset + 4 * block;
+}
+
 // Decoded scales of up to kStretch elements from element `start`, a multiple of 32 with whole blocks before it or inside
 // one block.
 struct BlockScales {
@@ -34,6 +41,11 @@ struct BlockScales {
       memcpy(&step, row + l.scales_offset, 4);
       memcpy(&low, row + l.scales_offset + 4, 4);
       const uint8_t* codes = row + l.code_bytes + block;
+      for (; b + 8 <= blocks; b += 8) {
+        uint8_t run[8];  // a copy: bytes may alias the floats, and the loop would not become vectors
+        memcpy(run, codes + b, 8);
+        for (int i = 0; i < 8; ++i) value[b + i] = fmaf(float(run[i]), step, low);
+      }
       for (; b < blocks; ++b) value[b] = fmaf(float(codes[b]), step, low);
     } else {
       const uint8_t* stored = row + l.scales_offset + 4 * block;
