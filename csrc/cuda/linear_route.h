@@ -128,22 +128,37 @@ constexpr int64_t backward_splits(int64_t N, int64_t K, int64_t multiprocessors,
   return wanted < most ? wanted : most;
 }
 
-// How the tiled kernel covers (N, K): a CTA, one a multiprocessor, owns 256 rows and a contiguous range of chunks.
+// How the tiled and the wgmma kernel cover (N, K): a CTA, one a multiprocessor, owns 256 or 128 rows and a contiguous range of
+// chunks. The number of ranges is the one that is done first. Nothing depends on M: a row of input gives the same bits in every
+// batch that takes this way.
 constexpr int64_t kTiledRows = 256;
+constexpr int64_t kWgmmaRows = 128;
+constexpr int64_t kWgmmaTokens = 256;  // rows of input a CTA at most
 
-// The number of ranges that is done first. Counted in chunks of a CTA (0.6 us at M = 64): its waves of CTAs take their chunks and
-// 2 for the start, and with several ranges 5 more a CTA to write and read 256 x M sums through L2 and 5 for the second launch.
-// Nothing depends on M: a row of input gives the same bits in every batch that takes this way.
-constexpr int64_t tiled_splits(int64_t N, int64_t K, int64_t multiprocessors) {
-  const int64_t tiles = (N + kTiledRows - 1) / kTiledRows, chunks = K / kSmallChunk;
+// Counted in chunks of a CTA: its waves of CTAs take their chunks and `start`, and with several ranges `sums` more a CTA to write
+// and read its sums through L2, and once `second` for the second launch.
+struct SplitCosts {
+  int64_t start, sums, second;
+};
+constexpr SplitCosts kTiledCosts{2, 5, 5};  // a chunk is 0.6 us at M = 64
+constexpr SplitCosts kWgmmaCosts{4, 8, 6};  // 0.45 us at M = 128, 0.7 at 256; the start fills a larger table and ring
+
+constexpr int64_t least_splits(int64_t tiles, int64_t K, int64_t multiprocessors, const SplitCosts& costs) {
+  const int64_t chunks = K / kSmallChunk;
   int64_t best = 1, least = 0;
   for (int64_t wanted = 1; wanted <= chunks && wanted <= 64; ++wanted) {
     const int64_t length = (chunks + wanted - 1) / wanted, splits = (chunks + length - 1) / length;  // none is empty
     const int64_t waves = (tiles * splits + multiprocessors - 1) / multiprocessors;
-    const int64_t cost = waves * (length + (splits > 1 ? 7 : 2)) + (splits > 1 ? 5 : 0);
+    const int64_t cost = waves * (length + costs.start + (splits > 1 ? costs.sums : 0)) + (splits > 1 ? costs.second : 0);
     if (wanted == 1 || cost < least) best = splits, least = cost;
   }
   return best;
+}
+constexpr int64_t tiled_splits(int64_t N, int64_t K, int64_t multiprocessors) {
+  return least_splits((N + kTiledRows - 1) / kTiledRows, K, multiprocessors, kTiledCosts);
+}
+constexpr int64_t wgmma_splits(int64_t N, int64_t K, int64_t multiprocessors) {
+  return least_splits((N + kWgmmaRows - 1) / kWgmmaRows, K, multiprocessors, kWgmmaCosts);
 }
 
 }  // namespace halfbyte::cuda

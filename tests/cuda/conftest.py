@@ -64,6 +64,10 @@ class Emulated:
         """Runs the threads of a block from the last to the first: a race on shared memory shows as a difference."""
         self.c.emulated_set_reversed(int(on))
 
+    def late_products(self, on: bool) -> None:
+        """wgmma happen at the wait that asks for them instead of at once, independently of the order of threads and copies."""
+        self.c.emulated_set_wgmma_late(int(on))
+
     def call(self, name: str, *args: object) -> None:
         """Calls an entry point: tensors go as pointers, ints as int64 unless wrapped."""
 
@@ -140,7 +144,7 @@ def packed_product(
     addend: Tensor | None = None,
     splits: int = 1,
 ) -> Tensor:
-    """A kernel of linear (0 small, 1 tiled) or of its backward (2); input contiguous, an addend of 1 or 2 dimensions."""
+    """A kernel of linear (0 small, 1 tiled, 3 wgmma) or of its backward (2); input contiguous, an addend of 1 or 2 dimensions."""
     m = input.shape[0]
     output = torch.full((m, columns), 7.0, dtype=input.dtype)
     partial = torch.full((splits, m, columns), float("nan"))
@@ -170,8 +174,8 @@ def emulated() -> Emulated:
     """csrc/cuda/*.cu compiled with the host compiler: once per state of the sources, also with several test workers."""
     home = cuda_home()
     assert home is not None
-    sources = [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), HERE / "emulator.cpp", HERE / "emulated_entry.cpp"]
-    headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.h"), HERE / "emulator.h", Path(__file__)]
+    sources = [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), *sorted(HERE.glob("*.cpp"))]
+    headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.h"), *HERE.glob("*.h"), Path(__file__)]
     compiler = os.environ.get("CXX", "g++")
     key = hashlib.sha256(compiler.encode())
     for path in sorted([*sources, *headers]):
