@@ -169,32 +169,37 @@ def route_of(emulated: Emulated, *, backward: bool, **change: int) -> str:
     return route if name.value is None else name.value.decode()
 
 
+def compiled(source: Path, output: Path) -> Path:
+    """An object of the kernels for the CPU."""
+    home = cuda_home()
+    assert home is not None
+    command = [os.environ.get("CXX", "g++"), *FLAGS, "-isystem", f"{home}/include", "-c", str(source), "-o", str(output)]
+    subprocess.run(command, check=True)
+    return output
+
+
+def linked(objects: list[Path], library: Path) -> Path:
+    subprocess.run([os.environ.get("CXX", "g++"), "-shared", "-o", str(library), *map(str, objects)], check=True)
+    return library
+
+
 @pytest.fixture(scope="session")
 def emulated() -> Emulated:
     """csrc/cuda/*.cu compiled with the host compiler: once per state of the sources, also with several test workers."""
-    home = cuda_home()
-    assert home is not None
     sources = [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), *sorted(HERE.glob("*.cpp"))]
     headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.h"), *HERE.glob("*.h"), Path(__file__)]
-    compiler = os.environ.get("CXX", "g++")
-    key = hashlib.sha256(compiler.encode())
+    key = hashlib.sha256(os.environ.get("CXX", "g++").encode())
     for path in sorted([*sources, *headers]):
         key.update(path.read_bytes())
     folder = ROOT / "build" / "emulated_cuda"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{key.hexdigest()[:16]}.so"
-
-    def compile_one(source: Path) -> str:
-        output = str(folder / f"{source.name}.o")
-        subprocess.run([compiler, *FLAGS, "-isystem", f"{home}/include", "-c", str(source), "-o", output], check=True)
-        return output
-
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.is_file():
             for stale in folder.glob("*.so"):
                 stale.unlink()
             with ThreadPoolExecutor(2) as pool:
-                objects = list(pool.map(compile_one, sources))
-            subprocess.run([compiler, "-shared", "-o", str(library), *objects], check=True)
+                objects = list(pool.map(lambda source: compiled(source, folder / f"{source.name}.o"), sources))
+            linked(objects, library)
     return Emulated(library)

@@ -102,16 +102,19 @@ bool release(unsigned threads) {
     for (unsigned t = w; t < w + 32; ++t) fibers[t]->state = State::kReady;
     progress = true;
   }
-  for (unsigned first = 0; first + kWarpgroup <= threads; first += kWarpgroup) {
-    const auto there = [&](unsigned t) { return fibers[t]->state == State::kAtWarpgroup; };
+  if (progress) return true;
+  // One warpgroup at a time, which then runs ahead of the others as far as barriers let it.
+  const unsigned groups = threads / kWarpgroup;
+  for (unsigned i = 0; i < groups; ++i) {
+    const unsigned first = (reversed_order ? groups - 1 - i : i) * kWarpgroup;
     bool all = true;
-    for (unsigned t = first; t < first + kWarpgroup; ++t) all = all && there(t);
+    for (unsigned t = first; t < first + kWarpgroup; ++t) all = all && fibers[t]->state == State::kAtWarpgroup;
     if (!all) continue;
     if (const cudaError_t refused = wgmma_run(first); refused != cudaSuccess) error = refused;
     for (unsigned t = first; t < first + kWarpgroup; ++t) fibers[t]->state = State::kReady;
-    progress = true;
+    return true;
   }
-  return progress;
+  return false;
 }
 
 void run_cta(unsigned threads) {

@@ -5,7 +5,8 @@
 // - A wgmma reads A's registers and shared memory, and writes D, either when it is issued or at the wait that asks for it
 //   (set_wgmma_late): a missing wait leaves sums out, registers or a slot used again too early change them.
 // - It sees shared memory through the async proxy: a cp.async counts once its thread has waited for it, made a
-//   fence.proxy.async, and passed a barrier, in this order. Until then its bytes are NaN here.
+//   fence.proxy.async, and passed a barrier, in this order. Until then, and once an ordinary store has changed them, its bytes are
+//   NaN here.
 // - Registers of A and D that changed since the thread's last wgmma.fence, other than by a wgmma, are an error.
 // - All threads of a warpgroup must come to the same instruction with the same descriptor, which is decoded from its bits.
 #include "emulator_wgmma.h"
@@ -81,8 +82,9 @@ bool operand(const Post& post, std::vector<float>& b) {
     for (unsigned k = 0; k < 16; ++k) {
       const uint32_t address = wgmma_address(post.descriptor, n, k);
       if (address < kDynamicStart || address - kDynamicStart + 2 > view.size()) return false;
-      uint16_t bits;
-      memcpy(&bits, view.data() + (address - kDynamicStart), 2);
+      const size_t offset = address - kDynamicStart;
+      uint16_t bits = 0xFFFF;
+      if (memcmp(view.data() + offset, memory + offset, 2) == 0) memcpy(&bits, memory + offset, 2);
       b[n * 16 + k] = post.value(bits);
     }
   }
