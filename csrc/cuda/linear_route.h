@@ -1,11 +1,21 @@
-// Which way linear and linear_backward_input take on CUDA: a small table of named conditions, decided by shapes alone (a graph can hold it).
+// Which way linear and linear_backward_input take on CUDA: a small table of named conditions, decided by shapes and the device alone
+// (a graph can hold it).
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "../formats.h"
 
 namespace halfbyte::cuda {
+
+enum class LinearRoute : int32_t {
+  kSmall = 0,  // linear_small.cu: weights decoded straight into tensor core fragments, read once, never written
+  kTiled = 1,  // linear_tiled.cu: the same for more rows of input. Backward: linear_backward.cu in both, with fewer CTAs here
+  kDense = 2,  // one launch decodes the weight into a buffer of torch's allocator, then aten
+  kWgmma = 3,  // linear_wgmma.cu: as kTiled, with the tensor core instructions of compute capability 9.0
+};
+constexpr const char* kRouteNames[] = {"small", "tiled", "dense", "wgmma"};
 
 struct LinearProblem {
   int64_t M, N, K;
@@ -14,6 +24,8 @@ struct LinearProblem {
   DType dtype;
   int input_width;   // largest of 16, 8, 4, 2, 1 bytes that divides the address and the pitch of input's rows
   int packed_width;  // likewise for packed
+  bool wgmma = false;                 // the device has it, and this build its kernel (linear_wgmma_available)
+  std::optional<LinearRoute> forced;  // linear_driver.h: lifts the limits of M for a measurement
 };
 
 // Largest M of the small kernel: two tensor core tiles of 8 columns.
@@ -28,6 +40,18 @@ constexpr int64_t kSmallM = 16;
 // So it wins by 2.2 at 64, by 1.3 at 128, and loses at 256. On an A100, where mma.sync has the full rate, the same arithmetic gives
 // 2.2 and 1.4 (157 us to decode and multiply; its waves of CTAs fit this size worse).
 constexpr int64_t kTiledM = 128;
+// Where there is wgmma, the tiled kernel's largest M is kBesideWgmmaM and kWgmmaM the wgmma kernel's; `gpu_check.py --only
+// linear_routes` times each route at M = 64 .. 1024 and moves them. By arithmetic for the same weight, at M = 64, 128, 256, where 112
+// of 132 multiprocessors have one tile each, 64 steps at 1.755 GHz:
+//   12, 23, 47  tensor cores, at the 80 % of their peak that cuBLAS reaches (790e12 flop/s)
+//   20, 27, 41  shared memory, the cycles of linear_wgmma.cu
+//   16, 27, 48  L2 at an assumed 5.6 TB/s: each tile reads all of the input, 92, 150 and 268 MB
+//   26, 34, 58  the largest, + 15 % that does not overlap, + 3 for the start and the sums' way out
+//   28, 47, 93  the tiled kernel;  62, 62, 73  decoding + cuBLAS
+// Nothing to win at 64, 1.4 at 128, 1.25 at 256. At 384 and 512 two tiles of rows of input make two waves, 90 and 115 against 95 and
+// 117: too close to send there unmeasured.
+constexpr int64_t kBesideWgmmaM = 64;
+constexpr int64_t kWgmmaM = 256;
 // Largest M of backward's kernel; `gpu_check.py --only backwards` moves it, up to 128. By arithmetic for the same weight: a step of
 // 32 products takes 242 instructions (benchmarks/sass_counts.py), about the issue slots that mma.sync leaves: 15 us at M = 64, 29
 // at 128. L1 may be slower: some 64 lines and 32 look-ups of each of 8 warps a step, 768 cycles in line, against 484 of issuing. So
@@ -36,20 +60,19 @@ constexpr int64_t kBackwardM = 64;
 // Elements that a step of the small kernel reduces over; they must share one scale.
 constexpr int64_t kSmallChunk = 64;
 
-enum class LinearRoute : int32_t {
-  kSmall = 0,  // linear_small.cu: weights decoded straight into tensor core fragments, read once, never written
-  kTiled = 1,  // linear_tiled.cu: the same for more rows of input. Backward: linear_backward.cu in both, with fewer CTAs here
-  kDense = 2,  // one launch decodes the weight into a buffer of torch's allocator, then aten
-};
+// The wgmma kernel copies 16 bytes of packed at a time.
+inline bool has_wgmma(const LinearProblem& p) { return p.wgmma && p.packed_width >= 16; }
 
-// A reason why neither kernel can take a problem.
+// A reason why none of the kernels can take a problem.
 struct Obstacle {
   const char* name;
   bool (*applies)(const LinearProblem&);
 };
 inline constexpr Obstacle kLinearObstacles[] = {
-    // Past kTiledM the decoded weight is read often enough to pay for itself, and cuBLAS has the faster tensor core instructions.
-    {"M is 0 or past kTiledM", [](const LinearProblem& p) { return p.M < 1 || p.M > kTiledM; }},
+    {"nothing to multiply", [](const LinearProblem& p) { return p.M < 1; }},
+    // Past it the decoded weight is read often enough to pay for itself, and cuBLAS has the faster tensor core instructions.
+    {"M is past kTiledM", [](const LinearProblem& p) { return p.M > kTiledM && !has_wgmma(p) && !p.forced; }},
+    {"M is past kWgmmaM", [](const LinearProblem& p) { return p.M > kWgmmaM && has_wgmma(p) && !p.forced; }},
     {"nothing to compute", [](const LinearProblem& p) { return p.N < 1; }},
     // One byte of the row formats is one weight: another fragment layout.
     {"not a 4-bit format", [](const LinearProblem& p) { return !is_4bit(p.format); }},
@@ -88,7 +111,14 @@ inline LinearRoute route(const LinearProblem& problem) {
   for (const Obstacle& obstacle : kLinearObstacles) {
     if (obstacle.applies(problem)) return LinearRoute::kDense;
   }
-  return problem.M <= kSmallM ? LinearRoute::kSmall : LinearRoute::kTiled;
+  if (problem.forced) {
+    const bool able = problem.forced == LinearRoute::kSmall   ? problem.M <= kSmallM
+                      : problem.forced == LinearRoute::kWgmma ? has_wgmma(problem)
+                                                              : true;
+    return able ? *problem.forced : LinearRoute::kDense;
+  }
+  if (problem.M <= kSmallM) return LinearRoute::kSmall;
+  return problem.M > kBesideWgmmaM && has_wgmma(problem) ? LinearRoute::kWgmma : LinearRoute::kTiled;
 }
 
 // How the small kernel covers (N, K): a CTA owns 16 rows of packed and a contiguous range of chunks, its 8 warps interleave

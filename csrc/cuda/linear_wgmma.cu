@@ -15,12 +15,11 @@
 //
 // What limits it, in cycles of a multiprocessor for a step (128 x 64 weights) of 64, 128 or 256 rows of input:
 //   tensor cores    256   512   1024    128 x 64 x rows / 2048
-//   shared memory   544   736   1120    256 of look-ups (8 bytes for 2 weights), 64 of codes, 128 for 64 rows' B read by two
-//                                       warpgroups, writing 96 / 160 / 288 (input, codes, scales)
-//   issue slots     see benchmarks/sass_counts.py
-//   L2, 28 bytes    460   750   1340    12.5, 20.5 or 36.5 KB, where all multiprocessors read at 5.6 TB/s
-// So past 64 rows shared memory and L2 come before the tensor cores by about a quarter; a cluster of two CTAs that share their
-// input (a multicast) would lift the second.
+//   shared memory   548   740   1124    256 of look-ups (8 bytes for 2 weights), 64 of codes, 128 / 256 / 512 of B, read by both
+//                                       warpgroups, 100 / 164 / 292 of writing input, codes and scales
+//   L2              449   737   1311    12.5, 20.5, 36.5 KB at 28.5 bytes: 112 multiprocessors and an assumed 5.6 TB/s
+// and issue slots in benchmarks/sass_counts.py. So shared memory and L2 come before the tensor cores, by about a quarter at 256 rows;
+// a cluster of CTAs that share their input (a multicast) would lift the second.
 #include "linear_fragments.h"
 #include "linear_route.h"
 #include "wgmma.h"
@@ -30,7 +29,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kChunkBytes = int(kSmallChunk) / 2;  // of codes of a row in a step
-constexpr int kChunkSteps = int(kSmallChunk) / 16;
 constexpr int kPairs = 256 * 16;                   // entries of the table
 constexpr int kTurnedPitch = int(kWgmmaRows) + 4;  // keeps the lanes' 4 t x 8 g apart
 static_assert(kWgmmaRows == kThreads / 2 && kSwizzledRow == kSmallChunk * 2);
@@ -59,6 +57,8 @@ struct WgmmaArgs {
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(HALFBYTE_EMULATE_CUDA)
+
+constexpr int kChunkSteps = int(kSmallChunk) / 16;  // wgmma a step
 
 // table[byte][copy] = the values of the byte's two codes, the high nibble first. Called by 256 threads, one entry each.
 __device__ inline void fill_pair_table(const Codebook16& book, float2* table) {

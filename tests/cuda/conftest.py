@@ -155,17 +155,17 @@ def packed_product(
     return output
 
 
-ROUTES = ("small", "tiled", "dense")
+ROUTES = ("small", "tiled", "dense", "wgmma")
 
 
 def route_of(emulated: Emulated, *, backward: bool, **change: int) -> str:
     """The route of a problem; dense: the first obstacle to the others. The default is a problem of the small route."""
     p = {"M": 16, "N": 4096, "K": 4096, "format": 0, "block_size": 64, "dtype": 1, "input_width": 16, "packed_width": 16}
-    p |= change
+    p |= {"wgmma": 0, "forced": -1} | change
     name, wide = ctypes.c_char_p(), {"M", "N", "K", "block_size"}
     sizes = [ctypes.c_int64(value) if key in wide else value for key, value in p.items()]
     route = ROUTES[emulated.c.linear_route_of(int(backward), *sizes, ctypes.byref(name))]
-    assert (route == "dense") is (name.value is not None)
+    assert (route == "dense") is (name.value is not None) or p["forced"] >= 0
     return route if name.value is None else name.value.decode()
 
 

@@ -83,9 +83,11 @@ const char* fp8_obstacle_of(int64_t M, int64_t N, int64_t K, int dtype, int pack
 int int8_takes_int_mm(int64_t M, int64_t N, int64_t K) { return cuda::takes_int_mm({M, N, K}); }
 
 // The route of linear (of its backward), and the name of the first obstacle to any but the dense one.
+// `forced`: a LinearRoute, or negative.
 int linear_route_of(int backward, int64_t M, int64_t N, int64_t K, int format, int64_t block_size, int dtype, int input_width,
-                    int packed_width, const char** name) {
-  const cuda::LinearProblem p{M, N, K, format, block_size, DType(dtype), input_width, packed_width};
+                    int packed_width, int wgmma, int forced, const char** name) {
+  cuda::LinearProblem p{M, N, K, format, block_size, DType(dtype), input_width, packed_width, wgmma != 0, {}};
+  if (forced >= 0) p.forced = cuda::LinearRoute(forced);
   const auto find = [&](const auto& obstacles) {
     for (const cuda::Obstacle& obstacle : obstacles) {
       if (!*name && obstacle.applies(p)) *name = obstacle.name;
