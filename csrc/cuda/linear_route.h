@@ -30,8 +30,8 @@ struct LinearProblem {
 
 // Largest M of the small kernel: two tensor core tiles of 8 columns.
 constexpr int64_t kSmallM = 16;
-// Largest M of the tiled kernel: move it to where `gpu_check.py --only linears` says that it stops winning over decoding +
-// cuBLAS (it times both at M = 32 .. 512). Put here by arithmetic, for 14336 x 4096 on an H200, bf16 and fp16 alike (fp32 is not
+// Largest M of the tiled kernel: move it to where `gpu_check.py --only linear_routes` says that it stops winning over decoding +
+// cuBLAS (it times both at M = 32 .. 1024). Put here by arithmetic, for 14336 x 4096 on an H200, bf16 and fp16 alike (fp32 is not
 // taken), in us at M = 64, 128, 256:
 //   62, 62, 73  decoding (41; 35 at the copy's 4.3 TB/s) + cuBLAS, which reads 117 MB
 //   16, 32, 63  tiled, tensor cores: 2 M N K / (0.6 * 790e12 flop/s), what mma.sync reaches of cuBLAS' rate
@@ -40,9 +40,9 @@ constexpr int64_t kSmallM = 16;
 // So it wins by 2.2 at 64, by 1.3 at 128, and loses at 256. On an A100, where mma.sync has the full rate, the same arithmetic gives
 // 2.2 and 1.4 (157 us to decode and multiply; its waves of CTAs fit this size worse).
 constexpr int64_t kTiledM = 128;
-// Where there is wgmma, the tiled kernel's largest M is kBesideWgmmaM and kWgmmaM the wgmma kernel's; `gpu_check.py --only
-// linear_routes` times each route at M = 64 .. 1024 and moves them. By arithmetic for the same weight, at M = 64, 128, 256, where 112
-// of 132 multiprocessors have one tile each, 64 steps at 1.755 GHz:
+// Where there is wgmma, kBesideWgmmaM is the tiled kernel's largest M and kWgmmaM the wgmma kernel's; the same measurement moves
+// them. By arithmetic for the same weight, at M = 64, 128, 256, where 112 of 132 multiprocessors have a tile each, 64 steps of it at
+// 1.755 GHz:
 //   12, 23, 47  tensor cores, at the 80 % of their peak that cuBLAS reaches (790e12 flop/s)
 //   20, 27, 41  shared memory, the cycles of linear_wgmma.cu
 //   16, 27, 48  L2 at an assumed 5.6 TB/s: each tile reads all of the input, 92, 150 and 268 MB

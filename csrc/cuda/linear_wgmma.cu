@@ -18,7 +18,8 @@
 //   shared memory   548   740   1124    256 of look-ups (8 bytes for 2 weights), 64 of codes, 128 / 256 / 512 of B, read by both
 //                                       warpgroups, 100 / 164 / 292 of writing input, codes and scales
 //   L2              449   737   1311    12.5, 20.5, 36.5 KB at 28.5 bytes: 112 multiprocessors and an assumed 5.6 TB/s
-// and issue slots in benchmarks/sass_counts.py. So shared memory and L2 come before the tensor cores, by about a quarter at 256 rows;
+//   issue slots     340   385    486    instructions of two warps (benchmarks/sass_counts.py)
+// So shared memory and L2 come before the tensor cores, by about a quarter at 256 rows;
 // a cluster of CTAs that share their input (a multicast) would lift the second.
 #include "linear_fragments.h"
 #include "linear_route.h"

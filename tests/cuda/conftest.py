@@ -65,7 +65,7 @@ class Emulated:
         self.c.emulated_set_reversed(int(on))
 
     def late_products(self, on: bool) -> None:
-        """wgmma happen at the wait that asks for them instead of at once, independently of the order of threads and copies."""
+        """A wgmma happens at the wait that asks for it instead of at once; threads and copies have their own order."""
         self.c.emulated_set_wgmma_late(int(on))
 
     def call(self, name: str, *args: object) -> None:
@@ -144,7 +144,7 @@ def packed_product(
     addend: Tensor | None = None,
     splits: int = 1,
 ) -> Tensor:
-    """A kernel of linear (0 small, 1 tiled, 3 wgmma) or of its backward (2); input contiguous, an addend of 1 or 2 dimensions."""
+    """Kernel 0 small, 1 tiled, 3 wgmma of linear, 2 of its backward; input contiguous, an addend of 1 or 2 dimensions."""
     m = input.shape[0]
     output = torch.full((m, columns), 7.0, dtype=input.dtype)
     partial = torch.full((splits, m, columns), float("nan"))

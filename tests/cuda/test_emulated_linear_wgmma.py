@@ -41,7 +41,7 @@ def check(y: Tensor, x: Tensor, packed: Tensor, fmt: Format, addend: Tensor | No
     w = halfbyte.dequantize(packed, fmt, x.shape[1], x.dtype).double()
     added = torch.zeros(1, dtype=torch.float64) if addend is None else addend.double()
     exact, magnitude = x.double() @ w.T + added, x.double().abs() @ w.abs().T + added.abs()
-    bound = magnitude * x.shape[1] * 2.0**-24 + exact.abs() * ROUNDING[x.dtype] * 1.01 + 2.0**-25  # fp16 subnormals
+    bound = magnitude * x.shape[1] * 2.0**-24 + exact.abs() * ROUNDING[x.dtype] * 1.01 + 2.0**-25
     assert ((y.double() - exact).abs() <= bound).all(), ((y.double() - exact).abs() / bound).max()
 
 
@@ -50,8 +50,8 @@ def check(y: Tensor, x: Tensor, packed: Tensor, fmt: Format, addend: Tensor | No
 def test_values(emulated: Any, name: str, dtype: torch.dtype) -> None:
     fmt = Format.parse(name)
     generator = torch.Generator().manual_seed(0)
-    # Every kernel (64, 128, 192, 256 rows of input), full and not; one step, fewer than the ring has slots, more; an odd number
-    # and an even one; one row of packed, a ragged tile, two tiles.
+    # Every kernel (64, 128, 192, 256 rows of input), full and not; one step, fewer than the ring has slots, more; an odd
+    # number and an even one; one row of packed, a ragged tile, two tiles.
     for m, n, k in [(65, 129, 64), (64, 40, 704), (128, 33, 640), (150, 1, 192), (193, 20, 448), (256, 17, 384)]:
         x = torch.randn(m, k, generator=generator).to(dtype)
         packed = halfbyte.quantize(torch.randn(n, k, generator=generator), fmt)

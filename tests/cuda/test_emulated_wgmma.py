@@ -23,9 +23,10 @@ def address(emulated: Any, descriptor: int, n: int, k: int) -> int:
 
 
 def test_a_tile_stored_and_described_as_triton_does_is_read_as_it_is(emulated: Any) -> None:
-    """Triton 3.9's PTX of a product of K-major bf16 tiles for sm_90: thread i stores the 16 bytes of row i / 8, unit i % 8 at
-    (16 i & 2032) ^ (2 i & 112) and 16 rows further at + 2048; the descriptor is (start >> 4 & 0x7FFF) | 0x4000004000000000, and + 2
-    for each 16 elements along k.
+    """From Triton 3.9's PTX of a product of K-major bf16 tiles for sm_90.
+
+    Thread i stores the 16 bytes of row i / 8, unit i % 8 at (16 i & 2032) ^ (2 i & 112), and of 16 rows further at + 2048;
+    the descriptor is (start >> 4 & 0x7FFF) | 0x4000004000000000, with 2 added to the start for each 16 elements along k.
     """
     start, where = 3072, {}
     for rows in range(0, 256, 16):
@@ -41,7 +42,7 @@ def test_a_tile_stored_and_described_as_triton_does_is_read_as_it_is(emulated: A
 
 
 def test_our_descriptor_is_that_of_triton_and_cutlass(emulated: Any) -> None:
-    """Bit fields of GmmaDescriptor (CUTLASS, mma_sm90_desc.hpp); the leading offset means nothing here, CUTLASS has 1, Triton 0."""
+    """Fields of CUTLASS' GmmaDescriptor (mma_sm90_desc.hpp); the leading offset means nothing: CUTLASS has 1, Triton 0."""
     emulated.c.swizzled_descriptor_of.restype = ctypes.c_uint64
     for start in (1024, 3072, 200 * 1024):
         ours = emulated.c.swizzled_descriptor_of(start)
@@ -52,8 +53,9 @@ def test_our_descriptor_is_that_of_triton_and_cutlass(emulated: Any) -> None:
 
 @pytest.mark.parametrize(("mode", "bits"), [(0, 0), (1, 3), (2, 2), (3, 1)])
 def test_addresses_are_those_of_the_canonical_layouts(emulated: Any, mode: int, bits: int) -> None:
-    """CUTLASS, mma_traits_sm90_gmma.hpp, in units of 16 bytes: Swizzle<bits,4,3> o ((8,m),2) : ((2^bits,SBO),1), and for no swizzle
-    ((8,m),2) : ((1,SBO),LBO).
+    """Those of CUTLASS, mma_traits_sm90_gmma.hpp, in units of 16 bytes.
+
+    Swizzle<bits,4,3> o ((8,m),2) : ((2^bits,SBO),1), and ((8,m),2) : ((1,SBO),LBO) without a swizzle.
     """
     start, leading, stride = 4096, 2048, 8192
     descriptor = start >> 4 | (leading >> 4) << 16 | (stride >> 4) << 32 | mode << 62
@@ -62,7 +64,7 @@ def test_addresses_are_those_of_the_canonical_layouts(emulated: Any, mode: int, 
             along = k // 8 * (leading if mode == 0 else 16)
             linear = start + n % 8 * 16 * 2**bits + n // 8 * stride + along
             row = linear // 128 % 2**bits
-            assert address(emulated, descriptor, n, k) == linear // 16 * 16 % 2**32 ^ (row * 16) | k % 8 * 2
+            assert address(emulated, descriptor, n, k) == (linear ^ row * 16) + k % 8 * 2
     if mode == 0:  # the one mode in which the leading offset counts
         assert address(emulated, descriptor ^ 1 << 16, 0, 8) != address(emulated, descriptor, 0, 8)
 
@@ -71,40 +73,36 @@ FENCE = "    fence_async_proxy();\n"
 ARRIVED = "    __syncthreads();  // stage s + 1 has arrived, stage s - 1 has been read by everyone\n"
 FILL = "    fill(a, shared, before, s + S::kSlots - 1, s + S::kSlots - 1 < end);\n"
 FAULTS = {
-    "no wait at the end": ("linear_wgmma.cu", "  wgmma_wait<0>(sums);\n", ""),
-    "a wait for one group too few": ("linear_wgmma.cu", "wgmma_wait<1>", "wgmma_wait<2>"),
-    "no commit": ("linear_wgmma.cu", "    wgmma_commit();\n", ""),
-    "no wgmma.fence": ("linear_wgmma.cu", "    wgmma_fence(sums, now);\n", "    if (s == begin) wgmma_fence(sums, now);\n"),
-    "copies of the next step not waited for": ("linear_wgmma.cu", "copy_async_wait<S::kSlots - 3>", "copy_async_wait<S::kSlots - 2>"),
-    "copies of the first step not waited for": ("linear_wgmma.cu", "copy_async_wait<S::kSlots - 2>", "copy_async_wait<S::kSlots - 1>"),
-    "no fence.proxy.async": ("linear_wgmma.cu", FENCE + ARRIVED, ARRIVED),
+    "no wait at the end": ("  wgmma_wait<0>(sums);\n", ""),
+    "a wait for one group too few": ("wgmma_wait<1>", "wgmma_wait<2>"),
+    "no commit": ("    wgmma_commit();\n", ""),
+    "no wgmma.fence": ("    wgmma_fence(sums, now);\n", "    if (s == begin) wgmma_fence(sums, now);\n"),
+    "copies of the next step not waited for": ("copy_async_wait<S::kSlots - 3>", "copy_async_wait<S::kSlots - 2>"),
+    "copies of the first step not waited for": ("copy_async_wait<S::kSlots - 2>", "copy_async_wait<S::kSlots - 1>"),
+    "no fence.proxy.async": (FENCE + ARRIVED, ARRIVED),
     "fence.proxy.async before the wait": (
-        "linear_wgmma.cu",
         "    copy_async_wait<S::kSlots - 3>();\n" + FENCE,
         FENCE + "    copy_async_wait<S::kSlots - 3>();\n",
     ),
-    "fence.proxy.async after the barrier": ("linear_wgmma.cu", FENCE + ARRIVED, ARRIVED + FENCE),
-    "no barrier in a step": ("linear_wgmma.cu", ARRIVED, ""),
-    "no barrier before the sums leave": ("linear_wgmma.cu", "  __syncthreads();  // the ring has been read by everyone\n", ""),
-    "a slot filled before the barrier": ("linear_wgmma.cu", ARRIVED + FILL, FILL + ARRIVED),
+    "fence.proxy.async after the barrier": (FENCE + ARRIVED, ARRIVED + FENCE),
+    "no barrier in a step": (ARRIVED, ""),
+    "no barrier before the sums leave": ("  __syncthreads();  // the ring has been read by everyone\n", ""),
+    "a slot filled before the barrier": (ARRIVED + FILL, FILL + ARRIVED),
     "a slot filled one step early": (
-        "linear_wgmma.cu",
         FILL,
         "    fill(a, shared, (before + 1) % S::kSlots, s + S::kSlots, s + S::kSlots < end);\n",
     ),
-    "input not swizzled": ("linear_wgmma.cu", "(unit ^ (token % 8)) * 16", "unit * 16"),
-    "input swizzled by too little": ("linear_wgmma.cu", "(unit ^ (token % 8)) * 16", "(unit ^ (token % 4)) * 16"),
-    "ring not at a multiple of 1024": ("linear_wgmma.cu", "(0u - shared_address(shared)) % kSwizzledPattern", "0"),
-    "stride between patterns": ("wgmma.h", "uint64_t(kSwizzledPattern >> 4) << 32", "uint64_t(kSwizzledRow >> 4) << 32"),
-    "mode of the swizzle": ("wgmma.h", "uint64_t(1) << 62", "uint64_t(2) << 62"),
-    "advance along k": ("wgmma.h", "kDescriptorK16 = 32 >> 4", "kDescriptorK16 = 16 >> 4"),
+    "input not swizzled": ("(unit ^ (token % 8)) * 16", "unit * 16"),
+    "input swizzled by too little": ("(unit ^ (token % 8)) * 16", "(unit ^ (token % 4)) * 16"),
+    "ring not at a multiple of 1024": ("(0u - shared_address(shared)) % kSwizzledPattern", "0"),
+    "stride between patterns": ("uint64_t(kSwizzledPattern >> 4) << 32", "uint64_t(kSwizzledRow >> 4) << 32"),
+    "mode of the swizzle": ("uint64_t(1) << 62", "uint64_t(2) << 62"),
+    "advance along k": ("kDescriptorK16 = 32 >> 4", "kDescriptorK16 = 16 >> 4"),
     "weights decoded into registers in use": (
-        "linear_wgmma.cu",
         "    decode(a, shared, slot, s + 1, next);\n",
         "    decode(a, shared, slot, s + 1, now);\n    memcpy(next, now, sizeof now);\n",
     ),
     "codes read before their barrier": (
-        "linear_wgmma.cu",
         ARRIVED + FILL + "    decode(a, shared, slot, s + 1, next);\n",
         "    decode(a, shared, slot, s + 1, next);\n" + ARRIVED + FILL,
     ),
@@ -114,13 +112,14 @@ FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_every_seeded_fault_shows(emulated: Any, fault: str, tmp_path: Path) -> None:
-    file, right, wrong = FAULTS[fault]
+    right, wrong = FAULTS[fault]
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("cpu"))
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "cuda").symlink_to(HERE)
-    text = (tmp_path / "csrc/cuda" / file).read_text()
-    assert text.count(right) == 1
-    (tmp_path / "csrc/cuda" / file).write_text(text.replace(right, wrong))
+    texts = {path: path.read_text() for path in (tmp_path / "csrc/cuda/linear_wgmma.cu", tmp_path / "csrc/cuda/wgmma.h")}
+    assert sum(text.count(right) for text in texts.values()) == 1
+    for path, text in texts.items():
+        path.write_text(text.replace(right, wrong))
     changed = compiled(tmp_path / "csrc/cuda/linear_wgmma.cu", tmp_path / "linear_wgmma.cu.o")
     others = [path for path in sorted((ROOT / "build" / "emulated_cuda").glob("*.o")) if path.name != changed.name]
     faulty = Emulated(linked([changed, *others], tmp_path / "faulty.so"))
