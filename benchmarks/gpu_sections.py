@@ -140,7 +140,7 @@ def linear_routes(b: Bench) -> None:
             x = b.randn(m, k)
             product = lambda i: halfbyte.ops.linear(x, packed(i), None, "nf4", k)  # noqa: B023, E731
             peers = {f"halfbyte, {route}": by(route, product) for route in routes}
-            b.compare(f"linear nf4 M={m} {n}x{k}", peers, nbytes + 2 * m * (n + k), 2.0 * m * n * k)
+            b.compare(f"linear by route, M={m} {n}x{k}", peers, nbytes + 2 * m * (n + k), 2.0 * m * n * k)
 
 
 def backwards(b: Bench) -> None:

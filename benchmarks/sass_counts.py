@@ -221,7 +221,7 @@ CASES = [
         )
         for name, tokens, note in (
             ("nf4", 128, "two floats looked up, two products and a conversion make two weights; half of the slots."),
-            ("nf4", 256, "shared memory and L2 come before issuing (linear_wgmma.cu counts both)."),
+            ("nf4", 256, "shared memory and L2 come before issuing (linear_wgmma.cu); one CTA, 216 KB, all of it dynamic."),
             ("nf4-dq", 256, "as nf4, plus two scales' decoding a step."),
         )
     ),
