@@ -122,7 +122,8 @@ inline Tensor run_linear(const char* op, const Tensor& input, const Tensor& pack
 // grad_output (..., N) @ packed + addend (M, K), which goes with a grad_output of two dimensions.
 inline Tensor run_backward(const char* op, const Tensor& grad_output, const Tensor& packed, const std::optional<Tensor>& addend,
                            const RowLayout& layout) {
-  if (auto grad = packed_product(op, backward_kernel, kBackwardM, std::nullopt, grad_output, packed, addend, layout, layout.in_features))
+  if (auto grad = packed_product(op, backward_kernel, kBackwardM, std::nullopt, grad_output, packed, addend, layout,
+                                 layout.in_features))
     return *grad;
   const NoGradGuard no_grad;
   Tensor weight = dense_weight(op, packed, layout, grad_output.scalar_type());

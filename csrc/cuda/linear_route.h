@@ -1,5 +1,5 @@
-// Which way linear and linear_backward_input take on CUDA: a small table of named conditions, decided by shapes and the device alone
-// (a graph can hold it).
+// Which way linear and linear_backward_input take on CUDA: a small table of named conditions, decided by shapes and the device
+// alone (a graph can hold it).
 #pragma once
 
 #include <cstdint>
@@ -41,15 +41,15 @@ constexpr int64_t kSmallM = 16;
 // 2.2 and 1.4 (157 us to decode and multiply; its waves of CTAs fit this size worse).
 constexpr int64_t kTiledM = 128;
 // Where there is wgmma, kBesideWgmmaM is the tiled kernel's largest M and kWgmmaM the wgmma kernel's; the same measurement moves
-// them. By arithmetic for the same weight, at M = 64, 128, 256, where 112 of 132 multiprocessors have a tile each, 64 steps of it at
+// them. By arithmetic for the same weight, at M = 64, 128, 256, where 112 of 132 multiprocessors have a tile each of 64 steps, at
 // 1.755 GHz:
 //   12, 23, 47  tensor cores, at the 80 % of their peak that cuBLAS reaches (790e12 flop/s)
 //   20, 27, 41  shared memory, the cycles of linear_wgmma.cu
 //   16, 27, 48  L2 at an assumed 5.6 TB/s: each tile reads all of the input, 92, 150 and 268 MB
 //   26, 34, 58  the largest, + 15 % that does not overlap, + 3 for the start and the sums' way out
 //   28, 47, 93  the tiled kernel;  62, 62, 73  decoding + cuBLAS
-// Nothing to win at 64, 1.4 at 128, 1.25 at 256. At 384 and 512 two tiles of rows of input make two waves, 90 and 115 against 95 and
-// 117: too close to send there unmeasured.
+// Nothing to win at 64, 1.4 at 128, 1.25 at 256. At 384 and 512 two tiles of rows of input make two waves, 90 and 115 against 95
+// and 117: too close to send there unmeasured.
 constexpr int64_t kBesideWgmmaM = 64;
 constexpr int64_t kWgmmaM = 256;
 // Largest M of backward's kernel; `gpu_check.py --only backwards` moves it, up to 128. By arithmetic for the same weight: a step of

@@ -3,15 +3,15 @@
 //
 //   D^T = W X^T; a CTA: 128 rows of packed (2 warpgroups x 64) x up to 256 rows of input x a range of K (one split)
 //
-// Every weight is read and decoded once a CTA, by the lane whose fragment it belongs to, and is then what dequantize gives: codebook
-// value times scale in fp32, rounded once. (Scales on the sums, as in linear_tiled.cu, would need sums per block: 64 x 256 of them
-// are 128 registers a thread already.) A stage of the ring is one step of 64 elements: input in the swizzled layout of wgmma.h, 32
+// Every weight is read and decoded once a CTA, by the lane whose fragment it belongs to, and is then what dequantize gives:
+// codebook value times scale in fp32, rounded once. (Scales on the sums, as in linear_tiled.cu, would need sums per block: 64 x 256
+// of them are 128 registers a thread already.) A stage of the ring is one step of 64 elements: input in the swizzled layout of wgmma.h, 32
 // bytes of codes and a word with the scale of each of the 128 rows, all by `cp.async`. Weights of the next step are decoded while
 // wgmma multiplies this one; fragments of two steps are kept, so that a group of 4 wgmma is always running:
 //
 //   wgmma step s | wait for step s - 1 | stage s + 1 is there, stage s - 1 is free: fill it | decode s + 1 | wgmma step s + 1 ...
 //
-// Lane 4 g + t needs byte t of every word of codes of its rows g and g + 8, so four lanes read the same 16 bytes, which is one access.
+// Lane 4 g + t needs byte t of every word of codes of its rows g and g + 8: four lanes read the same 16 bytes, in one access.
 //
 // What limits it, in cycles of a multiprocessor for a step (128 x 64 weights) of 64, 128 or 256 rows of input:
 //   tensor cores    256   512   1024    128 x 64 x rows / 2048

@@ -1,9 +1,9 @@
-// Warpgroup products (wgmma, compute capability 9.0 alone) as named functions; tests/cuda/emulator_wgmma.h has the forms for the CPU.
+// Warpgroup products (wgmma, compute capability 9.0 alone) as named functions; tests/cuda/emulator.h has the forms for the CPU.
 //
 // 128 threads of four warps multiply 64 rows of A, in their registers, with up to 256 columns of B, in shared memory,
 // asynchronously: registers and shared memory belong to the instruction until a wait says that it is done. Sources: PTX ISA,
 // "Asynchronous Warpgroup Level Matrix Multiply-Accumulate Instructions"; for layouts also CUTLASS, include/cute/arch/
-// mma_sm90_desc.hpp (GmmaDescriptor) and include/cute/atom/mma_traits_sm90_gmma.hpp (ALayout_64x16, CLayout_64xN, canonical layouts).
+// mma_sm90_desc.hpp (GmmaDescriptor) and include/cute/atom/mma_traits_sm90_gmma.hpp (ALayout_64x16, CLayout_64xN, make_gmma_desc).
 #pragma once
 
 #include "mma.h"
@@ -12,8 +12,8 @@ namespace halfbyte::cuda {
 
 // A descriptor of B, K-major with 128-byte swizzle: row n of B (a column of the product) takes 128 bytes, 64 values along k, and
 // 8 rows are one pattern of 1024 bytes at a multiple of 1024; the 16-byte unit u of row n lies at u ^ (n % 8). Bits, in units of
-// 16 bytes: 0-13 start; 16-29 leading offset, of no meaning in this mode, 1 as CUTLASS has it; 32-45 stride from 8 rows to the next;
-// 49-51 the pattern's own offset, 0 where it starts at a multiple of 1024; 62-63 the mode, 1.
+// 16 bytes: 0-13 start; 16-29 leading offset, of no meaning in this mode, 1 as CUTLASS has it; 32-45 stride from 8 rows to the
+// next; 49-51 the pattern's own offset, 0 where it starts at a multiple of 1024; 62-63 the mode, 1.
 constexpr uint32_t kSwizzledRow = 128, kSwizzledPattern = 8 * kSwizzledRow;
 HALFBYTE_HD constexpr uint64_t swizzled_descriptor(uint32_t shared_address) {
   return uint64_t((shared_address & 0x3FFFFu) >> 4) | uint64_t(1) << 16 | uint64_t(kSwizzledPattern >> 4) << 32 | uint64_t(1) << 62;
@@ -33,7 +33,7 @@ __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvt
 __device__ inline void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Orders earlier accesses to the registers `d` and `a` before wgmma's: to be called before the first of several wgmma that use
-// them. The empty statements keep the compiler from moving accesses past it.
+// them. The empty statements, no instructions, keep the compiler from moving accesses past it.
 template <int Registers, int Steps>
 __device__ inline void wgmma_fence(float (&d)[Registers], uint32_t (&a)[Steps][4]) {
 #pragma unroll

@@ -68,8 +68,7 @@ void copy_async(void* to, const void* from, size_t bytes, bool there);
 void copy_async_commit();
 void copy_async_wait(size_t groups);
 
-// Dynamic shared memory starts at this address of the shared window: a multiple of 16 and of nothing more, which is all that a launch
-// promises.
+// Dynamic shared memory starts at this address of the shared window: a multiple of 16 and of nothing more, as a launch promises.
 constexpr uint32_t kDynamicStart = 1040;
 // wgmma of 64 x columns x 16, by the PTX ISA's sections of these names; `value` widens a 16-bit operand.
 void set_wgmma_late(bool late);               // at the wait that asks for it, or as soon as it is issued

@@ -72,8 +72,11 @@ Thread& self() { return states[current.thread.x]; }
 struct Descriptor {
   uint32_t start, leading, stride, base, mode;
   explicit Descriptor(uint64_t bits)
-      : start(uint32_t(bits & 0x3FFF) << 4), leading(uint32_t(bits >> 16 & 0x3FFF) << 4), stride(uint32_t(bits >> 32 & 0x3FFF) << 4),
-        base(uint32_t(bits >> 49 & 7)), mode(uint32_t(bits >> 62)) {}
+      : start(uint32_t(bits & 0x3FFF) << 4),
+        leading(uint32_t(bits >> 16 & 0x3FFF) << 4),
+        stride(uint32_t(bits >> 32 & 0x3FFF) << 4),
+        base(uint32_t(bits >> 49 & 7)),
+        mode(uint32_t(bits >> 62)) {}
 };
 
 bool operand(const Post& post, std::vector<float>& b) {
@@ -166,8 +169,8 @@ void wgmma_fence(const float* d, size_t registers, const uint32_t* a, size_t a_r
 void wgmma(float* d, unsigned columns, const uint32_t* a, uint64_t descriptor, float (*value)(uint16_t)) {
   const Fenced& fenced = self().fenced;
   const bool known = fenced.d == d && a >= fenced.a && a + 4 <= fenced.a + fenced.a_values.size();
-  if (!known || memcmp(d, fenced.d_values.data(), columns / 2 * 4) != 0 || memcmp(a, &fenced.a_values[size_t(a - fenced.a)], 16) != 0)
-    fail_thread(cudaErrorAssert);
+  if (!known || memcmp(d, fenced.d_values.data(), columns / 2 * 4) != 0) fail_thread(cudaErrorAssert);
+  if (memcmp(a, &fenced.a_values[size_t(a - fenced.a)], 16) != 0) fail_thread(cudaErrorAssert);
   post({Kind::kProduct, d, columns, a, descriptor, value, 0});
 }
 void wgmma_commit() { post({Kind::kCommit, nullptr, 0, nullptr, 0, nullptr, 0}); }

@@ -121,7 +121,9 @@ def test_every_seeded_fault_shows(emulated: Any, fault: str, tmp_path: Path) -> 
     for path, text in texts.items():
         path.write_text(text.replace(right, wrong))
     changed = compiled(tmp_path / "csrc/cuda/linear_wgmma.cu", tmp_path / "linear_wgmma.cu.o")
-    others = [path for path in sorted((ROOT / "build" / "emulated_cuda").glob("*.o")) if path.name != changed.name]
+    sources = [*(ROOT / "csrc" / "cuda").glob("*.cu"), *HERE.glob("*.cpp")]
+    objects = [ROOT / "build" / "emulated_cuda" / f"{source.name}.o" for source in sources]  # of the emulated fixture
+    others = [path for path in objects if path.name != changed.name]
     faulty = Emulated(linked([changed, *others], tmp_path / "faulty.so"))
     fmt = Format.parse("nf4")
     generator = torch.Generator().manual_seed(0)
