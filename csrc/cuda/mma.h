@@ -77,8 +77,8 @@ class ByteTable {
   uint32_t base_;
 };
 
-// A table [256][16] of two floats in shared memory, a copy for each lane of a half warp: 64-bit loads do not conflict. `part`: which
-// byte of a word the lane looks up.
+// A table [256][16] of two floats in shared memory, a copy for each lane of a half warp: 64-bit loads do not conflict. `part` is the
+// byte of a word that the lane looks up.
 class PairTable {
  public:
   __device__ PairTable(const float2* table, int part)
@@ -102,11 +102,11 @@ __device__ inline uint2 load_once(const uint8_t* p) {
   return v;
 }
 
-// cp.async: 16 bytes from global to shared memory, both 16-byte aligned, past L1; zeros where `there` is false (src-size 0: then
-// `from` is not read). A thread's copies since its last commit are a group; wait<N> returns once all but its last N groups have
-// arrived, which other threads see after a barrier.
+// cp.async: 16 bytes from global to shared memory, both 16-byte aligned, past L1; L2 fetches the whole line, as in load_once. Zeros
+// where `there` is false (src-size 0: then `from` is not read). A thread's copies since its last commit are a group; wait<N> returns
+// once all but its last N groups have arrived, which other threads see after a barrier.
 __device__ inline void copy_async(void* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :: "r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0)
                : "memory");
 }
