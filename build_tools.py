@@ -157,6 +157,17 @@ def gencode_flags(archs: list[str]) -> list[str]:
     return flags
 
 
+def wgmma_gencode_flags(archs: list[str]) -> list[str]:
+    """gencode_flags() of a file that uses wgmma, with -DHALFBYTE_HAVE_SM90A where it has code for it.
+
+    Machine code for 9.0 becomes that of 9.0a, which has these instructions and runs on 9.0 alone; the others stay, so that
+    every device finds some code in the file.
+    """
+    plain, with_wgmma = (f"-gencode=arch=compute_{number},code=sm_{number}" for number in ("90", "90a"))
+    flags = list(dict.fromkeys(with_wgmma if flag == plain else flag for flag in gencode_flags(archs)))
+    return [*flags, "-DHALFBYTE_HAVE_SM90A"] if with_wgmma in flags else flags
+
+
 def cxx() -> list[str]:
     """The C++ compiler's command, g++ unless $CXX names another (it may carry a launcher: "ccache g++")."""
     command = shlex.split(os.environ.get("CXX", "g++"))

@@ -49,6 +49,7 @@ COMMON_FLAGS = ["-std=c++20", "-O3", "-Icsrc"]
 HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 CXX_FLAGS = [*HOST_FLAGS, "-fvisibility-inlines-hidden"]
 NVCC_FLAGS = ["-fmad=false", "-Xcompiler=" + ",".join(HOST_FLAGS), "-Werror=all-warnings", "-Xfatbin=-compress-all"]
+WGMMA_FILES = {"linear_wgmma"}  # of csrc/cuda: instructions of sm_90a, which other architectures' code must not carry
 LINK_FLAGS = ["-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-Wl,-z,relro,-z,now", "-Wl,--as-needed"]
 NO_EXPORTS = "{ local: *; };\n"  # ops register themselves when the library is loaded; nobody looks up a symbol
 
@@ -149,7 +150,8 @@ class BuildLibraries(build_ext):
             stem, suffix = os.path.splitext(os.path.basename(file))
             if self.cuda and suffix == ".cu":
                 ccbin = [f"-ccbin={compiler[-1]}"] if "CXX" in os.environ else []
-                command = [self.cuda.nvcc, *COMMON_FLAGS, *NVCC_FLAGS, *ccbin, *tools.gencode_flags(tools.cuda_archs())]
+                gencode = (tools.wgmma_gencode_flags if stem in WGMMA_FILES else tools.gencode_flags)(tools.cuda_archs())
+                command = [self.cuda.nvcc, *COMMON_FLAGS, *NVCC_FLAGS, *ccbin, *gencode]
             elif self.cuda and file.startswith("csrc/cuda/"):
                 includes = [flag for folder in self.cuda.includes for flag in ("-isystem", folder)]
                 command = [*host, *torch, *includes, *extra]

@@ -85,6 +85,7 @@ def tasks(cuda: bool, only: str) -> dict[str, Task]:
         "train_8b": Task(gpu_train.train_8b, 120),
         "plan": Task(lambda b: gpu_plan.check_plans(b.device, b.tiny), 150),
         "qlora_linear": Task(gpu_sections.qlora_linear, 30),
+        "linear_routes": Task(gpu_sections.linear_routes, 60),
         "backwards": Task(gpu_sections.backwards, 60),
         "fp8_linear": Task(gpu_sections.fp8_linears, 45),
         "int8_linear": Task(gpu_sections.int8_linears, 45),

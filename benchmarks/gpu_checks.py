@@ -6,8 +6,10 @@ With device cpu the plumbing runs without a GPU (`gpu_check.py --dry-run`), exce
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -238,7 +240,7 @@ def linear_of_every_route(device: torch.device) -> None:
         format = Format.parse(name)
         for n, k in ((1, 64), (33, 576), (largest, 1024), (1024, largest), (100, 100)):
             packed = halfbyte.quantize(torch.randn(n, k), format).to(device)
-            for m in (1, 5, 8, 9, 16, 17, 33, 64, 65, 128, 129):
+            for m in (1, 5, 8, 9, 16, 17, 33, 64, 65, 128, 129, 257):
                 for dtype in (torch.bfloat16, torch.float16, torch.float32):
                     x = torch.randn(m, k, device=device).to(dtype)
                     y = halfbyte.ops.linear(x, packed, None, format, k)
@@ -246,11 +248,59 @@ def linear_of_every_route(device: torch.device) -> None:
                     assert torch.equal(y, halfbyte.ops.linear(x, packed, None, format, k)), "not repeatable"
 
 
+@contextmanager
+def forced(route: str) -> Iterator[None]:
+    """linear by the route of that name (csrc/cuda/linear_route.h) whatever the number of rows of input; nothing on a CPU."""
+    os.environ["HALFBYTE_CUDA_LINEAR"] = route
+    try:
+        yield
+    finally:
+        del os.environ["HALFBYTE_CUDA_LINEAR"]
+
+
+def has_wgmma(device: torch.device) -> bool:
+    """Whether the device is of compute capability 9.0 and this build has code for 9.0a."""
+    if device.type != "cuda":
+        return False
+    packed = halfbyte.quantize(torch.randn(1, 64), "nf4").to(device)
+    try:
+        with forced("wgmma"):
+            halfbyte.ops.linear(torch.ones(1, 64, device=device, dtype=torch.bfloat16), packed, None, "nf4", 64)
+    except ValueError as error:
+        assert "HALFBYTE_CUDA_LINEAR=wgmma" in str(error)  # noqa: PT017
+        return False
+    return True
+
+
+@check
+def linear_of_each_forced_route(device: torch.device) -> None:
+    """Every kernel at sizes that its route does not send it, and with an addend of each shape."""
+    largest, tokens, routes = 4096, (1, 16, 64, 65, 128, 129, 200, 256, 257, 384, 600), ["dense", "tiled", "wgmma"]
+    if device.type == "cpu":  # no route is another there
+        largest, tokens, routes = 130, (1, 65), ["dense"]
+    elif not has_wgmma(device):
+        print("    (wgmma not run: needs a device of compute capability 9.0 and a build for it)")
+        routes.remove("wgmma")
+    for route in routes:
+        for name in ("nf4", "fp4-dq", "nf4:4096"):
+            for n, k in ((1, 64), (130, 576), (largest, 1024), (1024, largest)):
+                packed = halfbyte.quantize(torch.randn(n, k), name).to(device)
+                for m in tokens:
+                    for dtype in (torch.bfloat16, torch.float16):
+                        x, bias = (torch.randn(*s, device=device).to(dtype) for s in ((m, k), (n,)))
+                        with forced(route):
+                            y = halfbyte.ops.linear(x, packed, None, name, k)
+                            added = halfbyte.ops.linear(x, packed, bias, name, k)
+                        assert linear_bound(x, packed, Format.parse(name), y) <= 1, (route, name, n, k, m, dtype)
+                        torch.testing.assert_close(added, y + bias, rtol=2e-2, atol=2e-2)
+
+
 @cuda_check
 def a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
     packed = halfbyte.quantize(torch.randn(4096, 4096), "nf4").to(device)
-    x = torch.randn(128, 4096, device=device, dtype=torch.bfloat16)
-    for most, fewer in ((16, (1, 3, 8, 9)), (128, (17, 32, 33, 64, 65, 97))):
+    x = torch.randn(256, 4096, device=device, dtype=torch.bfloat16)
+    hopper = [(64, (17, 32, 33)), (256, (65, 128, 129, 192, 193))]
+    for most, fewer in ((16, (1, 3, 8, 9)), *(hopper if has_wgmma(device) else [(128, (17, 32, 33, 64, 65, 97))])):
         whole = halfbyte.ops.linear(x[:most], packed, None, "nf4", 4096)
         for m in fewer:
             assert torch.equal(halfbyte.ops.linear(x[:m], packed, None, "nf4", 4096), whole[:m]), (most, m)

@@ -15,9 +15,9 @@ from torch import Tensor
 
 import halfbyte
 
-# kTiledM and kBackwardM of csrc/cuda/linear_route.h: the most rows that packed rows are multiplied with as they are. Past
-# them "in pieces" says what these kernels would take: where it beats dequant + cuBLAS, the constants should move.
-TILED, BACKWARD = 128, 64
+# kBackwardM of csrc/cuda/linear_route.h: the most rows of gradients that packed rows are multiplied with as they are. Past
+# it, "in pieces" says what this kernel would take: where it beats dequant + cuBLAS, the constant should move.
+BACKWARD = 64
 
 
 def pieces(rows: Tensor, most: int, product: Callable[[Tensor, int], Tensor]) -> Callable[[int], object]:
@@ -128,12 +128,6 @@ def linears(b: Bench) -> None:
             "dequant + cuBLAS": lambda i: F.linear(x, halfbyte.dequantize(packed(i), "nf4", k)),  # noqa: B023
             "bf16 cuBLAS": lambda i: F.linear(x, dense(i)),  # noqa: B023
         }
-        if TILED < batch <= 512:
-            peers["halfbyte, in pieces"] = pieces(
-                x,
-                TILED,
-                lambda part, i: halfbyte.ops.linear(part, packed(i), None, "nf4", k),  # noqa: B023
-            )
         theirs = rotated_bnb(b, bnb, n, k)
         if theirs:
             if m == 1:
@@ -145,6 +139,29 @@ def linears(b: Bench) -> None:
         )
         assert error <= 1, f"linear M={m} is wrong by {error} bounds"
         b.compare(f"linear nf4 M={m} {n}x{k}", peers, nbytes + 2 * m * (n + k), 2.0 * m * n * k)
+
+
+def linear_routes(b: Bench) -> None:
+    """linear by each route, whatever M is: where their times cross, the limits of csrc/cuda/linear_route.h belong."""
+    routes = ("dense", "tiled", "wgmma") if gpu_checks.has_wgmma(b.device) else ("dense", "tiled")
+
+    def by(route: str, product: Callable[[int], object]) -> Callable[[int], object]:
+        def run(i: int) -> object:
+            with gpu_checks.forced(route):
+                return product(i)
+
+        return run
+
+    for rows, columns in ((14336, 4096), (4096, 4096), (4096, 14336)):
+        n, k = b.size(rows), b.size(columns)
+        nbytes = halfbyte.Format.parse("nf4").row_bytes(k) * n
+        packed = b.rotate(lambda: halfbyte.quantize(b.randn(n, k), "nf4"), nbytes)  # noqa: B023
+        for batch in (32, 64, 128, 192, 256, 384, 512, 1024):
+            m = b.size(batch, 64)
+            x = b.randn(m, k)
+            product = lambda i: halfbyte.ops.linear(x, packed(i), None, "nf4", k)  # noqa: B023, E731
+            peers = {f"halfbyte, {route}": by(route, product) for route in routes}
+            b.compare(f"linear by route, M={m} {n}x{k}", peers, nbytes + 2 * m * (n + k), 2.0 * m * n * k)
 
 
 def backwards(b: Bench) -> None:

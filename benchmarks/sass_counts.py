@@ -6,9 +6,9 @@ Compiles csrc/cuda/*.cu for sm_90 with the flags of setup.py, reads ptxas' figur
 toolkit, of $NVDISASM, or of the triton package, which carries one). Instructions are counted along one way through the loop
 that does the work: the one with the most wide accesses, shared memory, shuffles, products and tensor cores and no slow path
 of a division; loops inside it count once. "issue at the floor" is the share of all issue slots (132 multiprocessors x 4 x
-1.8 GHz) that the kernel needs where its bytes move at 4.3 TB/s, or its tensor cores do 474 TFLOP/s, whichever takes longer:
-above 100 % it cannot reach that floor, below about 60 % issue slots are not its problem. `make gpu` measures the same
-kernels on a GPU.
+1.8 GHz) that the kernel needs where its bytes move at 4.3 TB/s, or its tensor cores do 474 TFLOP/s (790 by wgmma),
+whichever takes longer: above 100 % it cannot reach that floor, below about 60 % issue slots are not its problem. `make gpu`
+measures the same kernels on a GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 ISSUE = 132 * 4 * 1.8e9 * 32  # thread instructions a second, H200
 COPY = 4.3e12  # bytes a second, H200
-MMA = 0.6 * 790e12  # flop a second of mma.sync, H200: 60 % of cuBLAS' (csrc/cuda/linear_route.h)
+WGMMA = 790e12  # flop a second of cuBLAS, H200
+MMA = 0.6 * WGMMA  # of mma.sync (csrc/cuda/linear_route.h)
 HOT = r"(LDG|STG)\S*\.(64|128)|LDS|SHFL|HMMA|IDP|FMUL|STG\.E |LDG\.E "
 COLD = r"CALL|FCHK|(LDG|STG)\S*\.U8"  # the slow ends of divisions, and rows that no wide access fits
 
@@ -51,6 +52,7 @@ class Case:
         note: what stands between the kernel and its floor.
         hot: what the way through the loop should meet.
         tokens: rows of input that an element (a weight) meets on tensor cores.
+        flops: of the tensor core instructions, a second.
     """
 
     name: str
@@ -63,11 +65,12 @@ class Case:
     note: str
     hot: str = HOT
     tokens: int = 0
+    flops: float = MMA
 
     @property
     def floor(self) -> float:
         """Elements a second at the floor."""
-        return min(COPY / self.bytes, MMA / (2 * self.tokens) if self.tokens else float("inf"))
+        return min(COPY / self.bytes, self.flops / (2 * self.tokens) if self.tokens else float("inf"))
 
 
 BF16 = "13__nv_bfloat16"
@@ -202,6 +205,26 @@ CASES = [
         note="as M = 64; decoding is shared by twice the tokens.",
         tokens=128,
     ),
+    *(
+        Case(
+            name=f"linear {name} bf16, M = {tokens}, wgmma",
+            file="linear_wgmma",
+            symbol=f"linear_wgmma_kernelI{BF16}Lb{int('dq' in name)}ELi{tokens}E",
+            unit="HGMMA",
+            elements=8,
+            bytes=0.5625,
+            loop="HGMMA",
+            note=note,
+            hot=HOT + "|HGMMA|LDGSTS",
+            tokens=tokens,
+            flops=WGMMA,
+        )
+        for name, tokens, note in (
+            ("nf4", 128, "two floats looked up, two products and a conversion make two weights; half of the slots."),
+            ("nf4", 256, "shared memory and L2 come before issuing (linear_wgmma.cu); one CTA, 216 KB, all of it dynamic."),
+            ("nf4-dq", 256, "as nf4, plus two scales' decoding a step."),
+        )
+    ),
     Case(
         name="linear_backward_input nf4 bf16, M <= 8",
         file="linear_backward",
@@ -298,7 +321,8 @@ def run(command: list[str]) -> str:
 def compiled(stem: str, folder: Path) -> tuple[str, str]:
     """(what ptxas said, disassembly) of one source file."""
     cubin = str(folder / f"{stem}.cubin")
-    flags = ["-std=c++20", "-O3", "-fmad=false", "-arch=sm_90", "-Xptxas=-v", "-cubin"]
+    arch = ["-gencode=arch=compute_90a,code=sm_90a", "-DHALFBYTE_HAVE_SM90A"] if "wgmma" in stem else ["-arch=sm_90"]
+    flags = ["-std=c++20", "-O3", "-fmad=false", *arch, "-Xptxas=-v", "-cubin"]
     said = run([os.environ.get("NVCC", "nvcc"), *flags, str(ROOT / "csrc" / "cuda" / f"{stem}.cu"), "-o", cubin])
     return said, run([nvdisasm(), "-c", cubin])
 

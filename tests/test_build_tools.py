@@ -187,6 +187,20 @@ def test_arch_list(tools, monkeypatch, listed, archs, last_flag):
     assert len(flags) == len(archs) + sum(arch.endswith("+PTX") for arch in archs)
 
 
+@pytest.mark.parametrize(
+    ("archs", "built", "flags"),
+    [
+        (["8.0", "9.0+PTX"], True, ["80,code=sm_80", "90a,code=sm_90a", "90,code=compute_90"]),
+        (["9.0"], True, ["90a,code=sm_90a"]),
+        (["9.0", "9.0a"], True, ["90a,code=sm_90a"]),
+        (["8.0", "10.0+PTX"], False, ["80,code=sm_80", "100,code=sm_100", "100,code=compute_100"]),
+    ],
+)
+def test_files_with_wgmma_have_code_for_90a_in_the_place_of_90(tools, archs, built, flags):
+    expected = [f"-gencode=arch=compute_{flag}" for flag in flags]
+    assert tools.wgmma_gencode_flags(archs) == expected + ["-DHALFBYTE_HAVE_SM90A"] * built
+
+
 @pytest.mark.parametrize("listed", ["sm_80", "Hopper", "8", "9.0+ptx", "8.0 native"])
 def test_arch_list_refuses_what_it_does_not_understand(tools, monkeypatch, listed):
     monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", listed)

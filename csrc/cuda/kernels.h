@@ -74,6 +74,9 @@ int64_t linear_small_splits(int64_t N, int64_t K);
 cudaError_t launch_linear_small(const PackedProduct& product, cudaStream_t stream);
 int64_t linear_tiled_splits(int64_t N, int64_t K);
 cudaError_t launch_linear_tiled(const PackedProduct& product, cudaStream_t stream);
+bool linear_wgmma_available();  // the current device has wgmma, and this build has the kernel
+int64_t linear_wgmma_splits(int64_t N, int64_t K);
+cudaError_t launch_linear_wgmma(const PackedProduct& product, cudaStream_t stream);
 int64_t linear_backward_small_splits(int64_t N, int64_t K);
 int64_t linear_backward_tiled_splits(int64_t N, int64_t K);
 cudaError_t launch_linear_backward(const PackedProduct& product, cudaStream_t stream);

@@ -1,11 +1,21 @@
-// Which way linear and linear_backward_input take on CUDA: a small table of named conditions, decided by shapes alone (a graph can hold it).
+// Which way linear and linear_backward_input take on CUDA: a small table of named conditions, decided by shapes and the device
+// alone (a graph can hold it).
 #pragma once
 
 #include <cstdint>
+#include <optional>
 
 #include "../formats.h"
 
 namespace halfbyte::cuda {
+
+enum class LinearRoute : int32_t {
+  kSmall = 0,  // linear_small.cu: weights decoded straight into tensor core fragments, read once, never written
+  kTiled = 1,  // linear_tiled.cu: the same for more rows of input. Backward: linear_backward.cu in both, with fewer CTAs here
+  kDense = 2,  // one launch decodes the weight into a buffer of torch's allocator, then aten
+  kWgmma = 3,  // linear_wgmma.cu: as kTiled, with the tensor core instructions of compute capability 9.0
+};
+constexpr const char* kRouteNames[] = {"small", "tiled", "dense", "wgmma"};
 
 struct LinearProblem {
   int64_t M, N, K;
@@ -14,12 +24,14 @@ struct LinearProblem {
   DType dtype;
   int input_width;   // largest of 16, 8, 4, 2, 1 bytes that divides the address and the pitch of input's rows
   int packed_width;  // likewise for packed
+  bool wgmma = false;                 // the device has it, and this build its kernel (linear_wgmma_available)
+  std::optional<LinearRoute> forced;  // linear_driver.h: lifts the limits of M for a measurement
 };
 
 // Largest M of the small kernel: two tensor core tiles of 8 columns.
 constexpr int64_t kSmallM = 16;
-// Largest M of the tiled kernel: move it to where `gpu_check.py --only linears` says that it stops winning over decoding +
-// cuBLAS (it times both at M = 32 .. 512). Put here by arithmetic, for 14336 x 4096 on an H200, bf16 and fp16 alike (fp32 is not
+// Largest M of the tiled kernel: move it to where `gpu_check.py --only linear_routes` says that it stops winning over decoding +
+// cuBLAS (it times both at M = 32 .. 1024). Put here by arithmetic, for 14336 x 4096 on an H200, bf16 and fp16 alike (fp32 is not
 // taken), in us at M = 64, 128, 256:
 //   62, 62, 73  decoding (41; 35 at the copy's 4.3 TB/s) + cuBLAS, which reads 117 MB
 //   16, 32, 63  tiled, tensor cores: 2 M N K / (0.6 * 790e12 flop/s), what mma.sync reaches of cuBLAS' rate
@@ -28,6 +40,18 @@ constexpr int64_t kSmallM = 16;
 // So it wins by 2.2 at 64, by 1.3 at 128, and loses at 256. On an A100, where mma.sync has the full rate, the same arithmetic gives
 // 2.2 and 1.4 (157 us to decode and multiply; its waves of CTAs fit this size worse).
 constexpr int64_t kTiledM = 128;
+// Where there is wgmma, kBesideWgmmaM is the tiled kernel's largest M and kWgmmaM the wgmma kernel's; the same measurement moves
+// them. By arithmetic for the same weight, at M = 64, 128, 256, where 112 of 132 multiprocessors have a tile each of 64 steps, at
+// 1.755 GHz:
+//   12, 23, 47  tensor cores, at the 80 % of their peak that cuBLAS reaches (790e12 flop/s)
+//   20, 27, 41  shared memory, the cycles of linear_wgmma.cu
+//   16, 27, 48  L2 at an assumed 5.6 TB/s: each tile reads all of the input, 92, 150 and 268 MB
+//   26, 34, 58  the largest, + 15 % that does not overlap, + 3 for the start and the sums' way out
+//   28, 47, 93  the tiled kernel;  62, 62, 73  decoding + cuBLAS
+// Nothing to win at 64, 1.4 at 128, 1.25 at 256. At 384 and 512 two tiles of rows of input make two waves, 90 and 115 against 95
+// and 117: too close to send there unmeasured.
+constexpr int64_t kBesideWgmmaM = 64;
+constexpr int64_t kWgmmaM = 256;
 // Largest M of backward's kernel; `gpu_check.py --only backwards` moves it, up to 128. By arithmetic for the same weight: a step of
 // 32 products takes 242 instructions (benchmarks/sass_counts.py), about the issue slots that mma.sync leaves: 15 us at M = 64, 29
 // at 128. L1 may be slower: some 64 lines and 32 look-ups of each of 8 warps a step, 768 cycles in line, against 484 of issuing. So
@@ -36,20 +60,19 @@ constexpr int64_t kBackwardM = 64;
 // Elements that a step of the small kernel reduces over; they must share one scale.
 constexpr int64_t kSmallChunk = 64;
 
-enum class LinearRoute : int32_t {
-  kSmall = 0,  // linear_small.cu: weights decoded straight into tensor core fragments, read once, never written
-  kTiled = 1,  // linear_tiled.cu: the same for more rows of input. Backward: linear_backward.cu in both, with fewer CTAs here
-  kDense = 2,  // one launch decodes the weight into a buffer of torch's allocator, then aten
-};
+// The wgmma kernel copies 16 bytes of packed at a time.
+inline bool has_wgmma(const LinearProblem& p) { return p.wgmma && p.packed_width >= 16; }
 
-// A reason why neither kernel can take a problem.
+// A reason why none of the kernels can take a problem.
 struct Obstacle {
   const char* name;
   bool (*applies)(const LinearProblem&);
 };
 inline constexpr Obstacle kLinearObstacles[] = {
-    // Past kTiledM the decoded weight is read often enough to pay for itself, and cuBLAS has the faster tensor core instructions.
-    {"M is 0 or past kTiledM", [](const LinearProblem& p) { return p.M < 1 || p.M > kTiledM; }},
+    {"nothing to multiply", [](const LinearProblem& p) { return p.M < 1; }},
+    // Past it the decoded weight is read often enough to pay for itself, and cuBLAS has the faster tensor core instructions.
+    {"M is past kTiledM", [](const LinearProblem& p) { return p.M > kTiledM && !has_wgmma(p) && !p.forced; }},
+    {"M is past kWgmmaM", [](const LinearProblem& p) { return p.M > kWgmmaM && has_wgmma(p) && !p.forced; }},
     {"nothing to compute", [](const LinearProblem& p) { return p.N < 1; }},
     // One byte of the row formats is one weight: another fragment layout.
     {"not a 4-bit format", [](const LinearProblem& p) { return !is_4bit(p.format); }},
@@ -88,7 +111,14 @@ inline LinearRoute route(const LinearProblem& problem) {
   for (const Obstacle& obstacle : kLinearObstacles) {
     if (obstacle.applies(problem)) return LinearRoute::kDense;
   }
-  return problem.M <= kSmallM ? LinearRoute::kSmall : LinearRoute::kTiled;
+  if (problem.forced) {
+    const bool able = problem.forced == LinearRoute::kSmall   ? problem.M <= kSmallM
+                      : problem.forced == LinearRoute::kWgmma ? has_wgmma(problem)
+                                                              : true;
+    return able ? *problem.forced : LinearRoute::kDense;
+  }
+  if (problem.M <= kSmallM) return LinearRoute::kSmall;
+  return problem.M > kBesideWgmmaM && has_wgmma(problem) ? LinearRoute::kWgmma : LinearRoute::kTiled;
 }
 
 // How the small kernel covers (N, K): a CTA owns 16 rows of packed and a contiguous range of chunks, its 8 warps interleave
@@ -128,22 +158,37 @@ constexpr int64_t backward_splits(int64_t N, int64_t K, int64_t multiprocessors,
   return wanted < most ? wanted : most;
 }
 
-// How the tiled kernel covers (N, K): a CTA, one a multiprocessor, owns 256 rows and a contiguous range of chunks.
+// How the tiled and the wgmma kernel cover (N, K): a CTA, one a multiprocessor, owns 256 or 128 rows and a contiguous range of
+// chunks. The number of ranges is the one that is done first. Nothing depends on M: a row of input gives the same bits in every
+// batch that takes this way.
 constexpr int64_t kTiledRows = 256;
+constexpr int64_t kWgmmaRows = 128;
+constexpr int64_t kWgmmaTokens = 256;  // rows of input a CTA at most
 
-// The number of ranges that is done first. Counted in chunks of a CTA (0.6 us at M = 64): its waves of CTAs take their chunks and
-// 2 for the start, and with several ranges 5 more a CTA to write and read 256 x M sums through L2 and 5 for the second launch.
-// Nothing depends on M: a row of input gives the same bits in every batch that takes this way.
-constexpr int64_t tiled_splits(int64_t N, int64_t K, int64_t multiprocessors) {
-  const int64_t tiles = (N + kTiledRows - 1) / kTiledRows, chunks = K / kSmallChunk;
+// Counted in chunks of a CTA: its waves of CTAs take their chunks and `start`, and with several ranges `sums` more a CTA to write
+// and read its sums through L2, and once `second` for the second launch.
+struct SplitCosts {
+  int64_t start, sums, second;
+};
+constexpr SplitCosts kTiledCosts{2, 5, 5};  // a chunk is 0.6 us at M = 64
+constexpr SplitCosts kWgmmaCosts{4, 8, 6};  // 0.45 us at M = 128, 0.7 at 256; the start fills a larger table and ring
+
+constexpr int64_t least_splits(int64_t tiles, int64_t K, int64_t multiprocessors, const SplitCosts& costs) {
+  const int64_t chunks = K / kSmallChunk;
   int64_t best = 1, least = 0;
   for (int64_t wanted = 1; wanted <= chunks && wanted <= 64; ++wanted) {
     const int64_t length = (chunks + wanted - 1) / wanted, splits = (chunks + length - 1) / length;  // none is empty
     const int64_t waves = (tiles * splits + multiprocessors - 1) / multiprocessors;
-    const int64_t cost = waves * (length + (splits > 1 ? 7 : 2)) + (splits > 1 ? 5 : 0);
+    const int64_t cost = waves * (length + costs.start + (splits > 1 ? costs.sums : 0)) + (splits > 1 ? costs.second : 0);
     if (wanted == 1 || cost < least) best = splits, least = cost;
   }
   return best;
+}
+constexpr int64_t tiled_splits(int64_t N, int64_t K, int64_t multiprocessors) {
+  return least_splits((N + kTiledRows - 1) / kTiledRows, K, multiprocessors, kTiledCosts);
+}
+constexpr int64_t wgmma_splits(int64_t N, int64_t K, int64_t multiprocessors) {
+  return least_splits((N + kWgmmaRows - 1) / kWgmmaRows, K, multiprocessors, kWgmmaCosts);
 }
 
 }  // namespace halfbyte::cuda

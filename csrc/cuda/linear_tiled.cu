@@ -1,5 +1,5 @@
-// linear for M = 17..128 rows of bf16 or fp16 input (linear_route.h: kTiledM): packed weights go straight into tensor core
-// fragments (linear_steps.h) and meet all rows of input there.
+// linear for M = 17..128 rows of bf16 or fp16 input, 17..64 where there is wgmma (linear_route.h: kTiledM, kBesideWgmmaM): packed
+// weights go straight into tensor core fragments (linear_steps.h) and meet all rows of input there.
 //
 //   a CTA: 256 rows of packed (8 warps x 32) x up to 128 rows of input x a range of K (one split)
 //
@@ -12,7 +12,7 @@
 // What limits it, for 256 x 64 weights and 64 (128) rows of input on a multiprocessor of an H100: tensor cores with 512 (1024)
 // instructions a quarter of it, 832 (1664) cycles at the 62 % of peak that mma.sync reaches there [Luo et al. 2024,
 // arXiv:2402.13499]; shared memory with 256 cycles of look-ups and 512 (1024) of reading input. Look-ups that nothing overlaps
-// leave 77 % (87 %) of the first; wgmma would lift it by 1.6. Registers allow one CTA: 8 warps a multiprocessor.
+// leave 77 % (87 %) of the first; wgmma lifts it (linear_wgmma.cu). Registers allow one CTA: 8 warps a multiprocessor.
 #include "linear_steps.h"
 
 namespace halfbyte::cuda {

@@ -77,6 +77,24 @@ class ByteTable {
   uint32_t base_;
 };
 
+// A table [256][16] of two floats in shared memory, a copy for each lane of a half warp: 64-bit loads do not conflict. `part` is the
+// byte of a word that the lane looks up.
+class PairTable {
+ public:
+  __device__ PairTable(const float2* table, int part)
+      : base_(uint32_t(__cvta_generic_to_shared(table)) + threadIdx.x % 16 * 8), byte_(0x80u << (8 * part)) {
+    asm volatile("" : "+r"(base_), "+r"(byte_));
+  }
+  __device__ float2 at(uint32_t word) const {
+    float2 entry;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(entry.x), "=f"(entry.y) : "r"(__dp4a(word, byte_, base_)) : "memory");
+    return entry;
+  }
+
+ private:
+  uint32_t base_, byte_;
+};
+
 // 8 bytes that are read once: they do not displace the activations in L1. L2 fetches the whole line, which the same warp wants next.
 __device__ inline uint2 load_once(const uint8_t* p) {
   uint2 v;
@@ -84,13 +102,17 @@ __device__ inline uint2 load_once(const uint8_t* p) {
   return v;
 }
 
-// cp.async: 16 bytes from global to shared memory, both 16-byte aligned, past L1; zeros where `there` is false (src-size 0: then
-// `from` is not read). A thread's copies since its last commit are a group; wait<N> returns once all but its last N groups have
-// arrived, which other threads see after a barrier.
+// cp.async: 16 bytes from global to shared memory, both 16-byte aligned, past L1; L2 fetches the whole line, as in load_once. Zeros
+// where `there` is false (src-size 0: then `from` is not read). A thread's copies since its last commit are a group; wait<N> returns
+// once all but its last N groups have arrived, which other threads see after a barrier.
 __device__ inline void copy_async(void* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;"
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
                :: "r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0)
                : "memory");
+}
+// 4 bytes, through L1.
+__device__ inline void copy_async_4(void* to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
 }
 __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>

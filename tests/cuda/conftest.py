@@ -65,6 +65,10 @@ class Emulated:
         """Runs the threads of a block from the last to the first: a race on shared memory shows as a difference."""
         self.c.emulated_set_reversed(int(on))
 
+    def late_products(self, on: bool) -> None:
+        """A wgmma happens at the wait that asks for it instead of at once; threads and copies have their own order."""
+        self.c.emulated_set_wgmma_late(int(on))
+
     def call(self, name: str, *args: object) -> None:
         """Calls an entry point: tensors go as pointers, ints as int64 unless wrapped."""
 
@@ -174,7 +178,7 @@ def packed_product(
     addend: Tensor | None = None,
     splits: int = 1,
 ) -> Tensor:
-    """A kernel of linear (0 small, 1 tiled) or of its backward (2); input contiguous, an addend of 1 or 2 dimensions."""
+    """Kernel 0 small, 1 tiled, 3 wgmma of linear, 2 of its backward; input contiguous, an addend of 1 or 2 dimensions."""
     m = input.shape[0]
     output = torch.full((m, columns), 7.0, dtype=input.dtype)
     partial = torch.full((splits, m, columns), float("nan"))
@@ -185,46 +189,51 @@ def packed_product(
     return output
 
 
-ROUTES = ("small", "tiled", "dense")
+ROUTES = ("small", "tiled", "dense", "wgmma")
 
 
 def route_of(emulated: Emulated, *, backward: bool, **change: int) -> str:
     """The route of a problem; dense: the first obstacle to the others. The default is a problem of the small route."""
     p = {"M": 16, "N": 4096, "K": 4096, "format": 0, "block_size": 64, "dtype": 1, "input_width": 16, "packed_width": 16}
-    p |= change
+    p |= {"wgmma": 0, "forced": -1} | change
     name, wide = ctypes.c_char_p(), {"M", "N", "K", "block_size"}
     sizes = [ctypes.c_int64(value) if key in wide else value for key, value in p.items()]
     route = ROUTES[emulated.c.linear_route_of(int(backward), *sizes, ctypes.byref(name))]
-    assert (route == "dense") is (name.value is not None)
+    assert (route == "dense") is (name.value is not None) or p["forced"] >= 0
     return route if name.value is None else name.value.decode()
+
+
+def compiled(source: Path, output: Path) -> Path:
+    """An object of the kernels for the CPU."""
+    home = cuda_home()
+    assert home is not None
+    command = [os.environ.get("CXX", "g++"), *FLAGS, "-isystem", f"{home}/include", "-c", str(source), "-o", str(output)]
+    subprocess.run(command, check=True)
+    return output
+
+
+def linked(objects: list[Path], library: Path) -> Path:
+    subprocess.run([os.environ.get("CXX", "g++"), "-shared", "-o", str(library), *map(str, objects)], check=True)
+    return library
 
 
 @pytest.fixture(scope="session")
 def emulated() -> Emulated:
     """csrc/cuda/*.cu compiled with the host compiler: once per state of the sources, also with several test workers."""
-    home = cuda_home()
-    assert home is not None
-    sources = [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), HERE / "emulator.cpp", HERE / "emulated_entry.cpp"]
-    headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.h"), HERE / "emulator.h", Path(__file__)]
-    compiler = os.environ.get("CXX", "g++")
-    key = hashlib.sha256(compiler.encode())
+    sources = [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), *sorted(HERE.glob("*.cpp"))]
+    headers = [*(ROOT / "csrc").glob("*.h"), *(ROOT / "csrc" / "cuda").glob("*.h"), *HERE.glob("*.h"), Path(__file__)]
+    key = hashlib.sha256(os.environ.get("CXX", "g++").encode())
     for path in sorted([*sources, *headers]):
         key.update(path.read_bytes())
     folder = ROOT / "build" / "emulated_cuda"
     folder.mkdir(parents=True, exist_ok=True)
     library = folder / f"{key.hexdigest()[:16]}.so"
-
-    def compile_one(source: Path) -> str:
-        output = str(folder / f"{source.name}.o")
-        subprocess.run([compiler, *FLAGS, "-isystem", f"{home}/include", "-c", str(source), "-o", output], check=True)
-        return output
-
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.is_file():
             for stale in folder.glob("*.so"):
                 stale.unlink()
             with ThreadPoolExecutor(2) as pool:
-                objects = list(pool.map(compile_one, sources))
-            subprocess.run([compiler, "-shared", "-o", str(library), *objects], check=True)
+                objects = list(pool.map(lambda source: compiled(source, folder / f"{source.name}.o"), sources))
+            linked(objects, library)
     return Emulated(library)

@@ -11,6 +11,7 @@
 #include "../../csrc/cuda/linear_route.h"
 #include "../../csrc/cuda/optimizer_elements.h"
 #include "../../csrc/cuda/optimizer_table.h"
+#include "../../csrc/cuda/wgmma.h"
 
 using namespace halfbyte;
 
@@ -18,6 +19,11 @@ using namespace halfbyte;
 extern "C" {
 
 void emulated_set_reversed(int reversed) { emulator::set_reversed(reversed != 0); }
+void emulated_set_wgmma_late(int late) { emulator::set_wgmma_late(late != 0); }
+
+// What wgmma.h makes of an address, and where the emulator then finds element (n, k).
+uint64_t swizzled_descriptor_of(uint32_t address) { return cuda::swizzled_descriptor(address); }
+uint32_t wgmma_address_of(uint64_t descriptor, int n, int k) { return emulator::wgmma_address(descriptor, unsigned(n), unsigned(k)); }
 
 int emulated_dequantize(const uint8_t* packed, int64_t rows, int format, int64_t block_size, int64_t in_features, int dtype,
                         void* output) {
@@ -63,14 +69,14 @@ int emulated_error_feedback(const float* weight, const float* factor, const floa
   return cuda::launch_error_feedback(args, rows, row_layout(format, block_size, in_features), nullptr);
 }
 
-// kernel: 0 linear_small, 1 linear_tiled, 2 linear_backward.
+// kernel: 0 linear_small, 1 linear_tiled, 2 linear_backward, 3 linear_wgmma.
 int emulated_packed_product(int64_t kernel, const void* input, int64_t M, const uint8_t* packed, int64_t N, int64_t format,
                             int64_t block_size, int64_t in_features, int64_t dtype, const void* addend, int64_t addend_stride,
                             void* output, float* partial, int64_t splits) {
   const cuda::PackedProduct product{input, packed, M, N, row_layout(int(format), block_size, in_features), DType(dtype),
                                     addend, addend_stride, output, splits > 1 ? partial : nullptr, splits};
   constexpr decltype(&cuda::launch_linear_small) kKernels[] = {cuda::launch_linear_small, cuda::launch_linear_tiled,
-                                                               cuda::launch_linear_backward};
+                                                               cuda::launch_linear_backward, cuda::launch_linear_wgmma};
   return kKernels[kernel](product, nullptr);
 }
 
@@ -98,9 +104,11 @@ const char* fp8_obstacle_of(int64_t M, int64_t N, int64_t K, int dtype, int pack
 int int8_takes_int_mm(int64_t M, int64_t N, int64_t K) { return cuda::takes_int_mm({M, N, K}); }
 
 // The route of linear (of its backward), and the name of the first obstacle to any but the dense one.
+// `forced`: a LinearRoute, or negative.
 int linear_route_of(int backward, int64_t M, int64_t N, int64_t K, int format, int64_t block_size, int dtype, int input_width,
-                    int packed_width, const char** name) {
-  const cuda::LinearProblem p{M, N, K, format, block_size, DType(dtype), input_width, packed_width};
+                    int packed_width, int wgmma, int forced, const char** name) {
+  cuda::LinearProblem p{M, N, K, format, block_size, DType(dtype), input_width, packed_width, wgmma != 0, {}};
+  if (forced >= 0) p.forced = cuda::LinearRoute(forced);
   const auto find = [&](const auto& obstacles) {
     for (const cuda::Obstacle& obstacle : obstacles) {
       if (!*name && obstacle.applies(p)) *name = obstacle.name;
@@ -110,6 +118,7 @@ int linear_route_of(int backward, int64_t M, int64_t N, int64_t K, int format, i
   return int(backward ? cuda::backward_route(p) : cuda::route(p));
 }
 
+int64_t wgmma_splits_of(int64_t N, int64_t K, int64_t multiprocessors) { return cuda::wgmma_splits(N, K, multiprocessors); }
 int64_t tiled_splits_of(int64_t N, int64_t K, int64_t multiprocessors) { return cuda::tiled_splits(N, K, multiprocessors); }
 
 void small_plan_of(int64_t N, int64_t K, int64_t multiprocessors, int64_t* out) {

@@ -1,5 +1,5 @@
 // The scheduler of emulator.h, and the C entry points that tests/cuda/emulated.py calls.
-#include "emulator.h"
+#include "emulator_wgmma.h"
 
 #include <array>
 #include <csetjmp>
@@ -18,14 +18,16 @@ namespace {
 
 constexpr size_t kStackBytes = 128 * 1024;
 
-enum class State { kReady, kAtBarrier, kAtWarp, kDone };
+enum class State { kReady, kAtBarrier, kAtWarp, kAtWarpgroup, kDone };
 
 struct Copy {
   void* to;
   const void* from;  // null: zeros
+  size_t bytes;
   void run() const {
-    if (from) memcpy(to, from, 16);
-    else memset(to, 0, 16);
+    if (from) memcpy(to, from, bytes);
+    else memset(to, 0, bytes);
+    wgmma_written(to, bytes);
   }
 };
 
@@ -91,6 +93,7 @@ bool release(unsigned threads) {
   if (waiting > 0 && waiting + done == threads) {
     for (unsigned t = 0; t < threads; ++t)
       if (fibers[t]->state == State::kAtBarrier) fibers[t]->state = State::kReady;
+    wgmma_barrier();
     return true;
   }
   for (unsigned w = 0; w < threads; w += 32) {
@@ -100,7 +103,19 @@ bool release(unsigned threads) {
     for (unsigned t = w; t < w + 32; ++t) fibers[t]->state = State::kReady;
     progress = true;
   }
-  return progress;
+  if (progress) return true;
+  // One warpgroup at a time, which then runs ahead of the others as far as barriers let it.
+  const unsigned groups = threads / kWarpgroup;
+  for (unsigned i = 0; i < groups; ++i) {
+    const unsigned first = (reversed_order ? groups - 1 - i : i) * kWarpgroup;
+    bool all = true;
+    for (unsigned t = first; t < first + kWarpgroup; ++t) all = all && fibers[t]->state == State::kAtWarpgroup;
+    if (!all) continue;
+    if (const cudaError_t refused = wgmma_run(first); refused != cudaSuccess) error = refused;
+    for (unsigned t = first; t < first + kWarpgroup; ++t) fibers[t]->state = State::kReady;
+    return true;
+  }
+  return false;
 }
 
 void run_cta(unsigned threads) {
@@ -109,6 +124,7 @@ void run_cta(unsigned threads) {
     fibers[t]->open.clear();
     fibers[t]->groups.clear();
   }
+  wgmma_start(threads, shared_memory.data(), shared_size);
   for (;;) {
     for (unsigned i = 0; i < threads; ++i) {
       const unsigned t = reversed_order ? threads - 1 - i : i;
@@ -122,6 +138,7 @@ void run_cta(unsigned threads) {
       error = cudaErrorLaunchTimeout;
       return;
     }
+    if (error != cudaSuccess) return;
   }
 }
 
@@ -129,26 +146,31 @@ void run_cta(unsigned threads) {
 
 void syncthreads() { yield(State::kAtBarrier); }
 void syncwarp() { yield(State::kAtWarp); }
+void syncwarpgroup() { yield(State::kAtWarpgroup); }
 void* warp_slot(unsigned lane) { return slots[current.thread.x / 32].data() + 16 * lane; }
 void* dynamic_shared() { return shared_memory.data(); }
 int launches() { return launched; }
 void set_reversed(bool reversed) { reversed_order = reversed; }
 
-void copy_async(void* to, const void* from, bool there) {
+void copy_async(void* to, const void* from, size_t bytes, bool there) {
   const size_t offset = size_t(static_cast<std::byte*>(to) - static_cast<std::byte*>(dynamic_shared()));
-  if (offset + 16 > shared_size) fail_thread(cudaErrorIllegalAddress);
-  if (offset % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) fail_thread(cudaErrorMisalignedAddress);
-  const Copy copy{to, there ? from : nullptr};
+  if (offset + bytes > shared_size) fail_thread(cudaErrorIllegalAddress);
+  if (offset % bytes != 0 || reinterpret_cast<uintptr_t>(from) % bytes != 0) fail_thread(cudaErrorMisalignedAddress);
+  const Copy copy{to, there ? from : nullptr, bytes};
   if (reversed_order) copy.run();
-  else running->open.push_back(copy);
+  running->open.push_back(copy);
 }
 void copy_async_commit() {
   running->groups.push_back(std::move(running->open));
   running->open.clear();
 }
 void copy_async_wait(size_t groups) {
-  for (; running->groups.size() > groups; running->groups.pop_front())
-    for (const Copy& copy : running->groups.front()) copy.run();
+  for (; running->groups.size() > groups; running->groups.pop_front()) {
+    for (const Copy& copy : running->groups.front()) {
+      if (!reversed_order) copy.run();
+      wgmma_arrived(copy.to, copy.bytes);
+    }
+  }
 }
 
 void fail_thread(cudaError_t why) {

@@ -4,8 +4,9 @@
 // fiber; a CTA's fibers run one after another and stop at barriers and warp exchanges. What that proves: index arithmetic,
 // geometry, masks, partial warps, barriers that not every thread reaches (an error here), and, by running the fibers in
 // both orders, most races on shared memory. Asynchronous copies happen as late as their waits allow, and in the reversed order as
-// soon as they are issued: a missing wait, or a buffer filled while others still read it, shows as a difference. What it does
-// not: memory ordering, alignment faults of plain accesses, speed.
+// soon as they are issued: a missing wait, or a buffer filled while others still read it, shows as a difference. So do wgmma,
+// independently of it (emulator_wgmma.cpp). What it does not prove: memory ordering but for wgmma's, alignment faults of plain
+// accesses, speed.
 #pragma once
 
 #include <algorithm>
@@ -62,11 +63,23 @@ void* dynamic_shared();
 cudaError_t run(unsigned grid_x, unsigned grid_y, unsigned block, size_t shared_bytes, const std::function<void()>& kernel);
 int launches();                               // so far
 void set_reversed(bool reversed);             // order in which the fibers of a CTA run
-// The calling thread's cp.async of 16 bytes (src-size 0: zeros), commit_group and wait_group, by the PTX ISA's sections of these names:
+// The calling thread's cp.async of 4 or 16 bytes (src-size 0: zeros), commit_group and wait_group, by the PTX ISA's sections of these names:
 // wait_group N waits until at most the N last groups are pending and all before them are complete, for this thread alone.
-void copy_async(void* to, const void* from, bool there);
+void copy_async(void* to, const void* from, size_t bytes, bool there);
 void copy_async_commit();
 void copy_async_wait(size_t groups);
+
+// Dynamic shared memory starts at this address of the shared window: a multiple of 16 and of nothing more, as a launch promises.
+constexpr uint32_t kDynamicStart = 1040;
+// wgmma of 64 x columns x 16, by the PTX ISA's sections of these names; `value` widens a 16-bit operand.
+void set_wgmma_late(bool late);               // at the wait that asks for it, or as soon as it is issued
+void fence_async_proxy();
+void wgmma_fence(const float* d, size_t registers, const uint32_t* a, size_t a_registers);
+void wgmma(float* d, unsigned columns, const uint32_t* a, uint64_t descriptor, float (*value)(uint16_t));
+void wgmma_commit();
+void wgmma_wait(unsigned groups);
+// Address in the shared window of element (n, k) of a K-major operand of 16-bit values.
+uint32_t wgmma_address(uint64_t descriptor, unsigned n, unsigned k);
 
 template <class T>
 T exchange(T value, unsigned source_lane) {
@@ -128,6 +141,16 @@ class ByteTable {
   const float* table_;
 };
 
+class PairTable {
+ public:
+  PairTable(const float2* table, int part) : table_(table + threadIdx.x % 16), shift_(8 * part) {}
+  float2 at(uint32_t word) const { return table_[((word >> shift_) & 0xFFu) * 16]; }
+
+ private:
+  const float2* table_;
+  int shift_;
+};
+
 // One register of a fragment as two floats.
 template <class T>
 void halves(uint32_t word, float (&out)[2]) {
@@ -180,7 +203,8 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
     for (unsigned k = 0; k < 16; ++k) d[i] += rows[i / 2][k] * columns[i % 2][k];
 }
 
-inline void copy_async(void* to, const void* from, bool there) { emulator::copy_async(to, from, there); }
+inline void copy_async(void* to, const void* from, bool there) { emulator::copy_async(to, from, 16, there); }
+inline void copy_async_4(void* to, const void* from) { emulator::copy_async(to, from, 4, true); }
 inline void copy_async_commit() { emulator::copy_async_commit(); }
 template <int N>
 void copy_async_wait() {
@@ -190,6 +214,30 @@ void copy_async_wait() {
 template <class T>
 T* dynamic_shared() {
   return static_cast<T*>(emulator::dynamic_shared());
+}
+
+inline uint32_t shared_address(const void* p) {
+  return emulator::kDynamicStart + uint32_t(static_cast<const char*>(p) - static_cast<const char*>(emulator::dynamic_shared()));
+}
+inline void fence_async_proxy() { emulator::fence_async_proxy(); }
+template <int Registers, int Steps>
+void wgmma_fence(float (&d)[Registers], uint32_t (&a)[Steps][4]) {
+  emulator::wgmma_fence(d, Registers, &a[0][0], Steps * 4);
+}
+template <class T>
+float widened(uint16_t bits) {
+  T value;
+  memcpy(static_cast<void*>(&value), &bits, 2);
+  return float(value);
+}
+template <class T, int Registers>
+void wgmma(float (&d)[Registers], const uint32_t (&a)[4], uint64_t b) {
+  emulator::wgmma(d, 2 * Registers, a, b, widened<T>);
+}
+inline void wgmma_commit() { emulator::wgmma_commit(); }
+template <int N, int Registers>
+void wgmma_wait(float (&)[Registers]) {
+  emulator::wgmma_wait(N);
 }
 
 template <class... Params, class... Args>

@@ -1,0 +1,144 @@
+"""The emulated wgmma itself: its addresses against what others generate, and that it notices mistakes of a kernel."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import halfbyte
+from halfbyte.formats import Format
+
+from .conftest import HERE, ROOT, Emulated, compiled, linked, packed_product
+from .test_emulated_linear_wgmma import SCHEDULES, check, scheduled
+
+
+def address(emulated: Any, descriptor: int, n: int, k: int) -> int:
+    emulated.c.wgmma_address_of.restype = ctypes.c_uint32
+    return int(emulated.c.wgmma_address_of(ctypes.c_uint64(descriptor), n, k))
+
+
+def test_a_tile_stored_and_described_as_triton_does_is_read_as_it_is(emulated: Any) -> None:
+    """From Triton 3.9's PTX of a product of K-major bf16 tiles for sm_90.
+
+    Thread i stores the 16 bytes of row i / 8, unit i % 8 at (16 i & 2032) ^ (2 i & 112), and of 16 rows further at + 2048;
+    the descriptor is (start >> 4 & 0x7FFF) | 0x4000004000000000, with 2 added to the start for each 16 elements along k.
+    """
+    start, where = 3072, {}
+    for rows in range(0, 256, 16):
+        for i in range(128):
+            at = start + rows * 128 + ((16 * i & 2032) ^ (2 * i & 112))
+            for e in range(8):
+                where[rows + i // 8, i % 8 * 8 + e] = at + 2 * e
+    for step in range(4):
+        triton = ((start >> 4) & 0x7FFF) + 2 * step | 0x4000004000000000
+        for n in (*range(17), 100, 255):
+            for k in range(16):
+                assert address(emulated, triton, n, k) == where[n, 16 * step + k]
+
+
+def test_our_descriptor_is_that_of_triton_and_cutlass(emulated: Any) -> None:
+    """Fields of CUTLASS' GmmaDescriptor (mma_sm90_desc.hpp); the leading offset means nothing: CUTLASS has 1, Triton 0."""
+    emulated.c.swizzled_descriptor_of.restype = ctypes.c_uint64
+    for start in (1024, 3072, 200 * 1024):
+        ours = emulated.c.swizzled_descriptor_of(start)
+        assert ours & ~(0x3FFF << 16) == start >> 4 | 0x4000004000000000
+        fields = [(ours >> bit) & mask for bit, mask in ((0, 0x3FFF), (16, 0x3FFF), (32, 0x3FFF), (49, 7), (62, 3))]
+        assert fields == [start // 16, 1, 64, 0, 1]
+
+
+@pytest.mark.parametrize(("mode", "bits"), [(0, 0), (1, 3), (2, 2), (3, 1)])
+def test_addresses_are_those_of_the_canonical_layouts(emulated: Any, mode: int, bits: int) -> None:
+    """Those of CUTLASS, mma_traits_sm90_gmma.hpp, in units of 16 bytes.
+
+    Swizzle<bits,4,3> o ((8,m),2) : ((2^bits,SBO),1), and ((8,m),2) : ((1,SBO),LBO) without a swizzle.
+    """
+    start, leading, stride = 4096, 2048, 8192
+    descriptor = start >> 4 | (leading >> 4) << 16 | (stride >> 4) << 32 | mode << 62
+    for n in range(64):
+        for k in range(16):
+            along = k // 8 * (leading if mode == 0 else 16)
+            linear = start + n % 8 * 16 * 2**bits + n // 8 * stride + along
+            row = linear // 128 % 2**bits
+            assert address(emulated, descriptor, n, k) == (linear ^ row * 16) + k % 8 * 2
+    if mode == 0:  # the one mode in which the leading offset counts
+        assert address(emulated, descriptor ^ 1 << 16, 0, 8) != address(emulated, descriptor, 0, 8)
+
+
+FENCE = "    fence_async_proxy();\n"
+ARRIVED = "    __syncthreads();  // stage s + 1 has arrived, stage s - 1 has been read by everyone\n"
+FILL = "    fill(a, shared, before, s + S::kSlots - 1, s + S::kSlots - 1 < end);\n"
+FAULTS = {
+    "no wait at the end": ("  wgmma_wait<0>(sums);\n", ""),
+    "a wait for one group too few": ("wgmma_wait<1>", "wgmma_wait<2>"),
+    "no commit": ("    wgmma_commit();\n", ""),
+    "no wgmma.fence": ("    wgmma_fence(sums, now);\n", "    if (s == begin) wgmma_fence(sums, now);\n"),
+    "copies of the next step not waited for": ("copy_async_wait<S::kSlots - 3>", "copy_async_wait<S::kSlots - 2>"),
+    "copies of the first step not waited for": ("copy_async_wait<S::kSlots - 2>", "copy_async_wait<S::kSlots - 1>"),
+    "no fence.proxy.async": (FENCE + ARRIVED, ARRIVED),
+    "fence.proxy.async before the wait": (
+        "    copy_async_wait<S::kSlots - 3>();\n" + FENCE,
+        FENCE + "    copy_async_wait<S::kSlots - 3>();\n",
+    ),
+    "fence.proxy.async after the barrier": (FENCE + ARRIVED, ARRIVED + FENCE),
+    "no barrier in a step": (ARRIVED, ""),
+    "no barrier before the sums leave": ("  __syncthreads();  // the ring has been read by everyone\n", ""),
+    "a slot filled before the barrier": (ARRIVED + FILL, FILL + ARRIVED),
+    "a slot filled one step early": (
+        FILL,
+        "    fill(a, shared, (before + 1) % S::kSlots, s + S::kSlots, s + S::kSlots < end);\n",
+    ),
+    "input not swizzled": ("(unit ^ (token % 8)) * 16", "unit * 16"),
+    "input swizzled by too little": ("(unit ^ (token % 8)) * 16", "(unit ^ (token % 4)) * 16"),
+    "ring not at a multiple of 1024": ("(0u - shared_address(shared)) % kSwizzledPattern", "0"),
+    "stride between patterns": ("uint64_t(kSwizzledPattern >> 4) << 32", "uint64_t(kSwizzledRow >> 4) << 32"),
+    "mode of the swizzle": ("uint64_t(1) << 62", "uint64_t(2) << 62"),
+    "advance along k": ("kDescriptorK16 = 32 >> 4", "kDescriptorK16 = 16 >> 4"),
+    "weights decoded into registers in use": (
+        "    decode(a, shared, slot, s + 1, next);\n",
+        "    decode(a, shared, slot, s + 1, now);\n    memcpy(next, now, sizeof now);\n",
+    ),
+    "codes read before their barrier": (
+        ARRIVED + FILL + "    decode(a, shared, slot, s + 1, next);\n",
+        "    decode(a, shared, slot, s + 1, next);\n" + ARRIVED + FILL,
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_every_seeded_fault_shows(emulated: Any, fault: str, tmp_path: Path) -> None:
+    right, wrong = FAULTS[fault]
+    shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("cpu"))
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "cuda").symlink_to(HERE)
+    texts = {path: path.read_text() for path in (tmp_path / "csrc/cuda/linear_wgmma.cu", tmp_path / "csrc/cuda/wgmma.h")}
+    assert sum(text.count(right) for text in texts.values()) == 1
+    for path, text in texts.items():
+        path.write_text(text.replace(right, wrong))
+    changed = compiled(tmp_path / "csrc/cuda/linear_wgmma.cu", tmp_path / "linear_wgmma.cu.o")
+    sources = [*(ROOT / "csrc" / "cuda").glob("*.cu"), *HERE.glob("*.cpp")]
+    objects = [ROOT / "build" / "emulated_cuda" / f"{source.name}.o" for source in sources]  # of the emulated fixture
+    others = [path for path in objects if path.name != changed.name]
+    faulty = Emulated(linked([changed, *others], tmp_path / "faulty.so"))
+    fmt = Format.parse("nf4")
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(200, 1088, generator=generator).bfloat16()
+    packed = halfbyte.quantize(torch.randn(130, 1088, generator=generator), fmt)
+
+    def holds(kernels: Emulated, reverse: bool, late: bool) -> bool:
+        with scheduled(kernels, reverse, late):
+            try:
+                check(packed_product(kernels, 3, x, packed, fmt, 1088, 130), x, packed, fmt)
+            except (AssertionError, RuntimeError):
+                return False
+        return True
+
+    assert all(holds(emulated, *schedule) for schedule in SCHEDULES)
+    found = [schedule for schedule in SCHEDULES if not holds(faulty, *schedule)]
+    print(f"{fault}: shows with (reversed threads and copies at once, products late) {found}")
+    assert found
