@@ -18,7 +18,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 ISAS = ("scalar", "avx2", "avx512")
-ROWS = (24, 72)  # whole panels of 12 and of 96 would be even better, and take the stepper minutes
+ROWS = (24, 72)  # whole panels of 12 and of 192 would be even better, and take the stepper minutes
 
 
 def build(isa: str, folder: Path) -> Path:
