@@ -12,16 +12,20 @@ import torch
 __all__ = ["backward_bytes", "linear_bytes"]
 
 _SMALL_M, _TILED_M, _BACKWARD_M = 16, 128, 64
+_BESIDE_WGMMA_M, _WGMMA_M = 64, 256  # where the device has wgmma: the tiled kernel's largest M, and the wgmma kernel's
 _CHUNK = 64  # elements of a step of the forward kernels
-_H200 = 132  # multiprocessors, where no GPU says otherwise
+_H200 = 132, (9, 0)  # multiprocessors and compute capability, where no GPU says otherwise
 
 
 def linear_bytes(tokens: int, rows: int, columns: int, format: int, block_size: int, dtype: torch.dtype) -> int:
     """Temporary bytes of input (tokens, columns) times packed (rows, ...): sums of splits, or the decoded weight."""
     takes = format < 4 and block_size >= _CHUNK and columns % _CHUNK == 0 and dtype != torch.float32
-    if takes and 1 <= tokens <= _TILED_M:
-        splits = small_splits if tokens <= _SMALL_M else tiled_splits
-        return _sums(splits(rows, columns, _multiprocessors()), tokens, rows)
+    multiprocessors, capability = _device()
+    wgmma = capability == (9, 0)
+    if takes and 1 <= tokens <= (_WGMMA_M if wgmma else _TILED_M):
+        beside = wgmma and tokens > _BESIDE_WGMMA_M
+        splits = small_splits if tokens <= _SMALL_M else wgmma_splits if beside else tiled_splits
+        return _sums(splits(rows, columns, multiprocessors), tokens, rows)
     return rows * columns * dtype.itemsize
 
 
@@ -30,7 +34,7 @@ def backward_bytes(tokens: int, rows: int, columns: int, format: int, dtype: tor
     takes = format < 4 and columns % 16 == 0 and rows % 4 == 0 and dtype != torch.float32
     if takes and 1 <= tokens <= _BACKWARD_M:
         resident = 2 if tokens <= _SMALL_M else 1
-        return _sums(backward_splits(rows, columns, _multiprocessors(), resident), tokens, columns)
+        return _sums(backward_splits(rows, columns, _device()[0], resident), tokens, columns)
     return rows * columns * dtype.itemsize
 
 
@@ -42,13 +46,23 @@ def small_splits(rows: int, columns: int, multiprocessors: int) -> int:
 
 def tiled_splits(rows: int, columns: int, multiprocessors: int) -> int:
     """The same of the kernel for 17 to 128 tokens: the number that is done first."""
-    tiles, chunks = -(-rows // 256), columns // _CHUNK
+    return _least_splits(-(-rows // 256), columns, multiprocessors, start=2, sums=5, second=5)
+
+
+def wgmma_splits(rows: int, columns: int, multiprocessors: int) -> int:
+    """The same of the wgmma kernel."""
+    return _least_splits(-(-rows // 128), columns, multiprocessors, start=4, sums=8, second=6)
+
+
+def _least_splits(tiles: int, columns: int, multiprocessors: int, *, start: int, sums: int, second: int) -> int:
+    chunks = columns // _CHUNK
 
     def cost(wanted: int) -> tuple[int, int]:
         length = -(-chunks // wanted)
         splits = -(-chunks // length)
         waves = -(-tiles * splits // multiprocessors)
-        return waves * (length + (7 if splits > 1 else 2)) + (5 if splits > 1 else 0), splits
+        several = splits > 1
+        return waves * (length + start + (sums if several else 0)) + (second if several else 0), splits
 
     found = min((cost(wanted) for wanted in range(1, min(chunks, 64) + 1)), key=lambda each: each[0], default=(0, 1))
     return found[1]
@@ -65,7 +79,9 @@ def _sums(splits: int, tokens: int, columns: int) -> int:
 
 
 @functools.cache
-def _multiprocessors() -> int:
+def _device() -> tuple[int, tuple[int, int]]:
+    """Multiprocessors and compute capability. A library built without sm_90a has no wgmma and makes other splits."""
     if not torch.cuda.is_available():
         return _H200
-    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).multi_processor_count)
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(device.multi_processor_count), (int(device.major), int(device.minor))

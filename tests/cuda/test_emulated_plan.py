@@ -20,28 +20,32 @@ DTYPE_IDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 def test_splits_are_those_of_the_kernels(emulated: Any) -> None:
     c, wide = emulated.c, ctypes.c_int64
-    c.tiled_splits_of.restype = c.backward_splits_of.restype = wide
+    c.tiled_splits_of.restype = c.wgmma_splits_of.restype = c.backward_splits_of.restype = wide
     plan = (wide * 3)()
     for n, k, sms in itertools.product(SIZES, SIZES, MULTIPROCESSORS):
         if k % 64 == 0:
             c.small_plan_of(wide(n), wide(k), wide(sms), plan)
             assert kernels.small_splits(n, k, sms) == plan[1], (n, k, sms)
             assert kernels.tiled_splits(n, k, sms) == c.tiled_splits_of(wide(n), wide(k), wide(sms)), (n, k, sms)
+            assert kernels.wgmma_splits(n, k, sms) == c.wgmma_splits_of(wide(n), wide(k), wide(sms)), (n, k, sms)
         for resident in (1, 2):
             expected = c.backward_splits_of(*map(wide, (n, k, sms, resident)))
             assert kernels.backward_splits(n, k, sms, resident) == expected, (n, k, sms, resident)
 
 
+@pytest.mark.parametrize("wgmma", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPE_IDS, ids=str)
-def test_bytes_are_those_of_the_route(emulated: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bytes_are_those_of_the_route(
+    emulated: Any, dtype: torch.dtype, wgmma: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The decoded weight where the route is dense, else the sums of as many splits as the kernel makes."""
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda: 132)
-    tokens = (1, 16, 17, 64, 65, 128, 129, 4096)
+    monkeypatch.setattr(kernels, "_device", lambda: (132, (9, 0) if wgmma else (8, 0)))
+    tokens = (1, 16, 17, 64, 65, 128, 129, 256, 257, 4096)
     for m, n, k, format, block in itertools.product(tokens, (16, 18, 1024), (48, 64, 100, 4096), (0, 2, 4), (32, 64)):
-        sizes = {"M": m, "N": n, "K": k, "format": format, "block_size": block, "dtype": DTYPE_IDS[dtype]}
+        sizes = {"M": m, "N": n, "K": k, "format": format, "block_size": block, "dtype": DTYPE_IDS[dtype], "wgmma": wgmma}
         dense = n * k * dtype.itemsize
         forward = kernels.linear_bytes(m, n, k, format, block, dtype)
-        of_route = {"small": kernels.small_splits, "tiled": kernels.tiled_splits}
+        of_route = {"small": kernels.small_splits, "tiled": kernels.tiled_splits, "wgmma": kernels.wgmma_splits}
         splits = of_route.get(route_of(emulated, backward=False, **sizes))
         count = splits(n, k, 132) if splits else 0
         assert forward == (dense if splits is None else count * m * n * 4 * (count > 1)), sizes

@@ -16,7 +16,7 @@ K, N = 256, 512
 
 @pytest.fixture(autouse=True)
 def _h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_multiprocessors", lambda: 132)
+    monkeypatch.setattr(kernels, "_device", lambda: (132, (9, 0)))
 
 
 def tensors(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -27,8 +27,8 @@ def tensors(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tens
 @pytest.mark.parametrize(
     ("tokens", "dtype", "format", "expected"),
     [
-        (129, torch.bfloat16, 0, N * K * 2),  # past 128 tokens the weight is decoded into a buffer
-        (128, torch.bfloat16, 0, 0),  # 4 chunks of K: not worth splitting
+        (257, torch.bfloat16, 0, N * K * 2),  # past 256 tokens the weight is decoded into a buffer
+        (256, torch.bfloat16, 0, 0),  # 4 chunks of K: not worth splitting
         (1, torch.bfloat16, 4, N * K * 2),  # row formats always
         (1, torch.float32, 0, N * K * 4),  # float32 always
     ],
