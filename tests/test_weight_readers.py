@@ -81,6 +81,11 @@ class Merging(nn.Module):
         self.linear.weight.data += delta
 
 
+class Asking(Merging):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x.to(self.linear.weight.device) if self.linear.weight.dtype != torch.float64 else x)
+
+
 class Reading(Merging):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x @ torch.cat([8 * rows / 8 for rows in self.linear.weight.split(8)]).T  # as code inside a comprehension too
@@ -96,8 +101,9 @@ class Hidden(Merging):
 
 @both
 def test_a_layer_whose_owner_reads_the_weight_in_forward_stays_dense(make) -> None:
-    model = make(lambda: nn.ModuleDict({"merging": Merging(), "reading": Reading(), "hidden": Hidden()}))
-    assert type(model["merging"].linear) is QuantLinear
+    kinds = {"merging": Merging, "asking": Asking, "reading": Reading, "hidden": Hidden}
+    model = make(lambda: nn.ModuleDict({name: kind() for name, kind in kinds.items()}))
+    assert type(model["merging"].linear) is type(model["asking"].linear) is QuantLinear
     for name in ("reading", "hidden"):
         assert type(model[name].linear) is nn.Linear
         assert model[name](torch.randn(2, 64)).shape == (2, 64)

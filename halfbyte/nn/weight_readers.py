@@ -17,7 +17,8 @@ from torch import nn
 __all__ = ["weights_read_by"]
 
 # Of these every method counts: they are called from other modules' forward. Elsewhere only `forward` does; a layer that
-# merges adapters into `self.linear.weight` on request still multiplies through `self.linear`.
+# merges adapters into `self.linear.weight` on request still multiplies through `self.linear`. Nor does asking for a dtype count
+# there: it may be a mere comparison, and a cast to it raises and can be changed.
 _HOSTS = ("torch.nn.", "transformers.", "transformers_modules.")
 # Methods that build, initialize, tie or hand out.
 _BUILDERS = ("init", "tie", "output_embeddings", "input_embeddings")
@@ -56,23 +57,25 @@ def _find(kind: type) -> Iterator[str]:
             seen.add(name)
             host = owner.__module__.startswith(_HOSTS) and not any(part in name for part in _BUILDERS)
             if name == "forward" or host:
-                yield from _read(function.__code__)
+                yield from _read(function.__code__, ("device",) if host else ("device", "dtype"))
 
 
-def _read(code: CodeType) -> Iterator[str]:
-    """Attributes x of `self.x.weight` in a function and the functions inside it."""
+def _read(code: CodeType, harmless: tuple[str, ...]) -> Iterator[str]:
+    """Attributes x of `self.x.weight` in a function and the functions inside it, except of `self.x.weight.<harmless>`."""
     if any(name in _AWARE for name in _names(code)):
         return
-    steps = list(dis.get_instructions(code))
-    for owner, child, weight in zip(steps, steps[1:], steps[2:], strict=False):
+    steps = list(dis.get_instructions(code))  # the last returns
+    for owner, child, weight, then in zip(steps, steps[1:], steps[2:], steps[3:], strict=False):
         attributes = child.opname.startswith("LOAD_ATTR") and weight.opname.startswith("LOAD_ATTR")
+        if then.opname.startswith("LOAD_ATTR") and then.argval in harmless:
+            continue
         if attributes and weight.argval == "weight" and owner.opname.startswith(("LOAD_FAST", "LOAD_DEREF")):
             last = owner.argval[-1] if isinstance(owner.argval, tuple) else owner.argval
             if last == "self":
                 yield child.argval
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
-            yield from _read(constant)
+            yield from _read(constant, harmless)
 
 
 def _names(code: CodeType) -> Iterator[str]:
