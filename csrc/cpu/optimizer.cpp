@@ -22,12 +22,12 @@ struct Tasks {
   int64_t count() const { return int64_t(starts.size()) - 1; }
 };
 
-// 8 K elements take 8 us: small enough to balance two parameters over all threads.
+// Small enough to balance two parameters over all threads.
 constexpr int64_t kTaskWork = 8192;
 // Elements of a block count as this many at least: its scales and maxima cost as much whatever its length.
 constexpr int64_t kLeastBlockWork = 48;
-// A thread that sleeps takes some 50 us to wake, and one that spins takes the core from others: a second one is asked only past
-// 32 K elements, 30 us of work.
+// A thread that sleeps has to wake, and one that spins takes the core from others: a second one is asked only past 32 K elements,
+// whose work takes about as long as waking.
 constexpr int64_t kTasksPerThread = 4;
 
 Tasks make_tasks(const std::vector<OptimizerTensor>& tensors, const std::vector<int64_t>& rows) {

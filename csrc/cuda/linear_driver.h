@@ -85,7 +85,7 @@ inline std::optional<Tensor> packed_product(const char* op, PackedKernel (*choos
   const LaunchScope scope(op, w);
   LinearProblem p = problem_of(x, w, layout);
   p.forced = forced;
-  p.wgmma = (p.M > kBesideWgmmaM || forced) && linear_wgmma_available();  // asks the device, 0.3 us
+  p.wgmma = (p.M > kBesideWgmmaM || forced) && linear_wgmma_available();  // asks the device
   const PackedKernel kernel = choose(p);
   HALFBYTE_CHECK(kernel.launch || !forced || forced == LinearRoute::kDense, op, "HALFBYTE_CUDA_LINEAR=", kRouteNames[int(*forced)],
                  " asks for a kernel that does not take this problem (csrc/cuda/linear_route.h)");

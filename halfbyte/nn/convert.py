@@ -41,7 +41,8 @@ def quantize_model(
         model: any module, also a single `nn.Linear`; on meta only shapes change.
         format: a `Format` or its name, for the linear layers.
         skip: names that stay dense, as dotted runs ("lm_head", "layers.1"); None: the output embedding. Tied modules,
-            subclasses of `nn.Linear`, `_keep_in_fp32_modules` and layers whose owner reads the weight directly always do.
+            subclasses of `nn.Linear` (but Falcon's), `_keep_in_fp32_modules` and layers whose owner reads the weight
+            directly always do.
         compute_dtype: see `QuantLinear`.
         embedding_format: a format for `nn.Embedding` tables that are not tied; None leaves them dense.
         activations: see `QuantLinear`.

@@ -352,7 +352,7 @@ class Optimizer8bit(Optimizer):
     def _run_quantized(self, group: Group, work: Work) -> None:
         streamed = self._offload and work.params[0].device.type != "cpu"
         if not (streamed or torch.compiler.is_compiling()):
-            # The op looks at every stride before it writes anything; asking here as well takes 0.05 ms of 448 adapters.
+            # The op looks at every stride before it writes anything; asking here as well costs as much again.
             try:
                 self.update_quantized(group, work)
                 return
