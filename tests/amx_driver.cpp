@@ -43,13 +43,17 @@ void forward(const uint8_t* packed, int64_t rows, int64_t split, int32_t format,
   table.tiled(packed, split, rows, l, kPairs, units, tokens, rank ? &low : nullptr, to, scratch);
 }
 
-// grad (tokens, rows) bf16, rows even, times packed -> out (tokens, K) bf16.
+// grad (tokens, rows) bf16 times packed -> out (tokens, K) bf16; its units are prepared in two parts [0, split) and
+// [split, tokens), split a multiple of 16.
 void backward(const uint8_t* packed, int64_t rows, int32_t format, int64_t block_size, int64_t K, const void* grad, int64_t tokens,
-              void* out) {
+              int64_t split, void* units, void* out) {
   const RowLayout l = row_layout(format, block_size, K);
-  const int64_t groups = (K + table.group - 1) / table.group;
-  table.backward(packed, rows, 0, groups, l, Compute::kBFloat16, grad, rows / 2, tokens, nullptr,
-                 LinearOutput{out, nullptr, K, DType::kBFloat16}, scratch);
+  constexpr Compute kPairs = Compute::kBFloat16;
+  const int64_t groups = (K + table.group - 1) / table.group, stride = round_up((rows + 1) / 2, table.unit_multiple[int(kPairs)]);
+  table.prepare_rows(grad, DType::kBFloat16, tokens, rows, kPairs, 0, split, units);
+  table.prepare_rows(grad, DType::kBFloat16, tokens, rows, kPairs, split, tokens, units);
+  table.backward(packed, rows, 0, groups, l, kPairs, units, stride, tokens, nullptr, LinearOutput{out, nullptr, K, DType::kBFloat16},
+                 scratch);
 }
 
 // x (tokens, row_bytes) int8 rows times packed int8 rows -> out (tokens, rows) fp32.

@@ -49,7 +49,7 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
     run_direct(rows, tokens, codes, N, layout, x, target);
     return output;
   }
-  const int64_t units_of_row = (K + table.unit_elements - 1) / table.unit_elements;
+  const int64_t units_of_row = round_up((K + table.unit_elements - 1) / table.unit_elements, table.unit_multiple);
   Tensor units = new_tensor(x, {round_up(most, shared.tile_tokens) * units_of_row * 4}, ScalarType::Byte);
   Tensor factors = new_tensor(x, {most}, ScalarType::Float);
   void* prepared = units.mutable_data_ptr();
@@ -61,10 +61,9 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
                   [&](int64_t begin, int64_t end) {
                     table.prepare_tiled(rows, count, layout, begin, end, prepared, token_factors);
                   });
-    parallel_rows((N + kRowUnit - 1) / kRowUnit, row_grain(K * count), [&](int64_t begin, int64_t end) {
+    parallel_blocks(N, table.block_rows, K * count, [&](int64_t begin, int64_t end) {
       const WorkspaceLease scratch(shared.scratch_bytes);
-      table.tiled(codes, begin * kRowUnit, std::min(end * kRowUnit, N), layout, prepared, token_factors, count, target,
-                  scratch.data());
+      table.tiled(codes, begin, end, layout, prepared, token_factors, count, target, scratch.data());
     });
     target.data = static_cast<char*>(target.data) + N * (dtype == DType::kFloat32 ? 4 : 2) * count;
   }

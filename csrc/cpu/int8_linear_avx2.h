@@ -46,7 +46,9 @@ struct Int8Units {
     out[1] = int8_t(codes[1]);
   }
   // 2 * count codes, widened; returns 0: nothing is offset.
+  template <int64_t kStep>
   static int32_t weights(const uint8_t* codes, int64_t count, float* units) {
+    static_assert(kStep == kLanes);
     auto* out = reinterpret_cast<__m256i*>(units);
     int64_t u = 0;
     for (; u + 8 <= count; u += 8, ++out)

@@ -57,20 +57,22 @@ struct Int8Units {
     unit ^= 0x80808080u;
     memcpy(out, &unit, 4);
   }
-  // 4 * count codes as they are; returns 128 times their sum.
+  // 4 * count codes as they are, vectors of 16 units kStep floats apart, the last one filled up with zeros; returns 128 times
+  // their sum.
+  template <int64_t kStep>
   static int32_t weights(const uint8_t* codes, int64_t count, float* units) {
     const __m512i offset = _mm512_set1_epi8(int8_t(0x80));  // 128, unsigned
     __m512i sum = _mm512_setzero_si512();
     int64_t u = 0;
-    for (; u + 16 <= count; u += 16) {
+    for (; u + 16 <= count; u += 16, units += kStep) {
       const __m512i w = _mm512_loadu_si512(codes + 4 * u);
-      _mm512_storeu_si512(units + u, w);
+      _mm512_storeu_si512(units, w);
       sum = _mm512_dpbusd_epi32(sum, offset, w);
     }
     if (u < count) {
       const __mmask16 left = __mmask16((1u << (count - u)) - 1u);
       const __m512i w = _mm512_maskz_loadu_epi32(left, codes + 4 * u);
-      _mm512_mask_storeu_epi32(units + u, left, w);
+      _mm512_storeu_si512(units, w);
       sum = _mm512_dpbusd_epi32(sum, offset, w);
     }
     return _mm512_reduce_add_epi32(sum);

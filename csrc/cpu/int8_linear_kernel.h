@@ -103,21 +103,29 @@ void int8_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, cons
 
 // ---- tiled: linear's micro-kernel, weights broadcast unit by unit, tokens in vectors ----------------------------------
 
+inline int64_t int8_units(const RowLayout& l) {
+  constexpr int kElements = Int8Units::kUnitElements;
+  return round_up((l.in_features + kElements - 1) / kElements, kUnitMultiple<Int8Units>);
+}
+
 void int8_prepare_tiled(const uint8_t* rows, int64_t tokens, const RowLayout& l, int64_t tile_begin, int64_t tile_end, void* units,
                         float* factors) {
   constexpr int kElements = Int8Units::kUnitElements;
-  const int64_t K = l.in_features, padded = round_up(K, kElements);
+  const int64_t K = l.in_features, all = int8_units(l);
   const int64_t end = tile_start(tile_end) < tokens ? tile_start(tile_end) : tokens;
   for (int64_t m0 = tile_start(tile_begin); m0 < end;) {
-    const int width = tile_vectors(tokens - m0) * kLanes;
-    auto* tile = static_cast<Int8Units::Code*>(units) + m0 * padded;
+    const int width = tile_vectors<Int8Units>(tokens - m0) * kLanes;
     for (int m = 0; m < width; ++m) {
       // Tokens and codes past the end stay as they are: the sums of the former are not stored, the latter meet zero weights.
       if (m0 + m >= tokens) break;
       const uint8_t* row = rows + (m0 + m) * l.row_bytes;
       factors[m0 + m] = int8_factor(row, l);
-      Int8Units::Code* out = tile + m * kElements;
-      for (int64_t k = 0; k < K; k += kElements, out += width * kElements) Int8Units::activations(row + k, out);
+      for (int64_t u0 = 0; u0 < all; u0 += kPanelUnits<Int8Units>) {  // these lie together on tiles, too
+        const int64_t end_unit = u0 + kPanelUnits<Int8Units> < all ? u0 + kPanelUnits<Int8Units> : all;
+        Int8Units::Code* out = static_cast<Int8Units::Code*>(units) + (unit_at<Int8Units>(all, tokens, m0, width, u0) + m) * kElements;
+        const int64_t end_code = end_unit * kElements < K ? end_unit * kElements : K;
+        for (int64_t k = u0 * kElements; k < end_code; k += kElements, out += width * kElements) Int8Units::activations(row + k, out);
+      }
     }
     m0 += width;
   }
@@ -129,32 +137,33 @@ void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const
 #if defined(HALFBYTE_TILES)
   const TileScope scope;
 #endif
+  using L = Layout<Int8Units>;
   float* panel = static_cast<float*>(scratch);
-  float* sums = panel + kPanelRows * kPanelStride;
-  const int64_t all = (l.in_features + kElements - 1) / kElements;
-  const int64_t panel_rows = tokens <= kFewTokens ? kTileRows : kPanelRows;
+  float* sums = panel + kPanelRows * L::kPanelStride;
+  const int64_t all = int8_units(l), given = (l.in_features + kElements - 1) / kElements;
+  const int64_t panel_rows = tokens <= kFewTokens ? L::kBlockRows : kPanelRows;
   for (int64_t n0 = row_begin; n0 < row_end; n0 += panel_rows) {
     const int64_t rows = n0 + panel_rows < row_end ? panel_rows : row_end - n0;
-    const int64_t rows_padded = round_up(rows, kTileRows);
     uint32_t offset[kPanelRows] = {};
-    for (int64_t u0 = 0; u0 < all; u0 += kPanelUnits) {
-      const int64_t count = u0 + kPanelUnits < all ? kPanelUnits : all - u0;
-      for (int64_t r = 0; r < rows; ++r) {
-        // Up to 3 bytes past the codes are read: the zeros between codes and scale.
-        const uint8_t* codes = packed + (n0 + r) * l.row_bytes + u0 * kElements;
-        offset[r] += uint32_t(Int8Units::weights(codes, count, panel + r * kPanelStride));
-      }
-      for (int64_t r = rows; r < rows_padded; ++r) memset(panel + r * kPanelStride, 0, size_t(4 * count));
-      const bool last = u0 + count == all;
-      const Ahead next{packed + (last ? n0 + panel_rows : n0) * l.row_bytes + (last ? 0 : (u0 + count) * kElements), l.row_bytes,
-                       64 / kElements};
-      for (int64_t m0 = 0; m0 < tokens;) {
-        const int vectors = tile_vectors(tokens - m0);
-        const float* b = static_cast<const float*>(units) + m0 * all + u0 * vectors * kLanes;
-        for (int64_t r = 0; r < rows_padded; r += kTileRows)
-          tile_rows<Int8Units>(vectors, panel + r * kPanelStride, kPanelStride, b, sums + r * kSumsStride + m0, count, u0 == 0,
-                               m0 == 0 ? next.rows(r) : Ahead{});
-        m0 += vectors * kLanes;
+    for (int64_t u0 = 0; u0 < all; u0 += kPanelUnits<Int8Units>) {
+      const int64_t count = u0 + kPanelUnits<Int8Units> < all ? kPanelUnits<Int8Units> : all - u0;
+      for (int64_t r0 = 0; r0 < rows; r0 += L::kDecodedRows) {
+        const int64_t decoded = r0 + L::kDecodedRows < rows ? L::kDecodedRows : rows - r0;
+        const int64_t padded = round_up(decoded, L::kBlockRows);
+        for (int64_t r = 0; r < decoded; ++r) {
+          // Up to 3 bytes past the codes are read: the zeros between codes and scale.
+          const uint8_t* codes = packed + (n0 + r0 + r) * l.row_bytes + u0 * kElements;
+          offset[r0 + r] += uint32_t(
+              Int8Units::weights<L::kVectorStep>(codes, u0 + count < given ? count : given - u0, L::panel_row(panel, r)));
+        }
+        for (int64_t r = decoded; r < padded; ++r)
+          for (int64_t u = 0; u < count; u += kLanes)
+            memset(L::panel_row(panel, r) + u / kLanes * L::kVectorStep, 0, size_t(4 * (u + kLanes < count ? kLanes : count - u)));
+        const bool last_rows = r0 + decoded == rows, last = last_rows && u0 + count == all;
+        const int64_t next_row = last ? n0 + panel_rows : last_rows ? n0 : n0 + r0 + decoded;
+        const int64_t next_unit = last ? 0 : last_rows ? u0 + count : u0;
+        const Ahead next{packed + next_row * l.row_bytes + next_unit * kElements, l.row_bytes, 64 / kElements};
+        L::multiply(L::panel(panel), r0, padded, static_cast<const float*>(units), tokens, all, u0, count, sums, u0 == 0, next);
       }
     }
     float row_factors[kPanelRows];
@@ -164,7 +173,7 @@ void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const
       float results[16][kPanelRows];
       for (int64_t r = 0; r < rows; ++r) {
         int32_t integers[16];  // tokens past the end are whatever the padded tile gave
-        memcpy(integers, sums + r * kSumsStride + m0, sizeof integers);
+        memcpy(integers, sums + L::sums_at(r, m0), sizeof integers);
         for (int64_t m = 0; m < count; ++m) results[m][r] = int8_result(integers[m], offset[r], factors[m0 + m], row_factors[r]);
       }
       for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, results[m], rows);
@@ -175,6 +184,8 @@ void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const
 constexpr Int8LinearKernels int8_linear_kernels() {
   Int8LinearKernels k{};
   k.unit_elements = Int8Units::kUnitElements;
+  k.block_rows = Layout<Int8Units>::kBlockRows;
+  k.unit_multiple = kUnitMultiple<Int8Units>;
   k.direct_step = Int8Dot::kStep;
   k.direct_bytes = sizeof(Int8Dot::Code);
   k.direct_tokens = 4;

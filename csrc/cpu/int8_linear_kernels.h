@@ -12,6 +12,8 @@ namespace halfbyte::cpu {
 
 struct Int8LinearKernels {
   int32_t unit_elements;  // codes of a 4-byte unit in tiles of activations
+  int32_t block_rows;     // rows of one micro-kernel
+  int32_t unit_multiple;  // units of a prepared token are padded to a multiple
   int32_t direct_step;    // codes that `direct` takes at once; prepared tokens are padded with zeros to a multiple
   int32_t direct_bytes;   // bytes of a prepared code
   int32_t direct_tokens;  // up to this M `direct` is the faster one

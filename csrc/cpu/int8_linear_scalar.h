@@ -45,7 +45,9 @@ struct Int8Units {
   static Sum multiply_add(Values weight, Values x, Sum sum) { return sum + weight * x; }
   static void activations(const uint8_t* codes, Code* out) { *out = int8_t(*codes); }
   // Returns 0: nothing is offset.
+  template <int64_t kStep>
   static int32_t weights(const uint8_t* codes, int64_t count, float* units) {
+    static_assert(kStep == kLanes);
     for (int64_t u = 0; u < count; ++u) {
       const int32_t code = int8_t(codes[u]);
       memcpy(units + u, &code, 4);

@@ -1,12 +1,10 @@
-// The micro-kernel on AMX tiles, for bf16 pairs and int8 units: its operands already lie as the tiles want them (a: rows of
-// units; b: a row of 16 columns for each unit). Included once, before linear_kernel.h.
+// The micro-kernel on AMX tiles, for bf16 pairs and int8 units: a holds rows of units, b a row of 16 columns for each unit, both
+// in whole tiles, and so are the sums. Included once, before linear_kernel.h.
 //
-// Cycles (Sapphire Rapids; by the instruction tables, this has not run on one): a tile product takes 16 cycles for 16 x 16
-// sums of 32 bf16 (64 int8), a tile load 8 (16 rows, two a cycle from L1). 48 rows by 2 vectors of columns make 6 products
-// and 7 loads for 16 units, 96 cycles against 56: bound by the products, 1024 flops a cycle. b (32 columns x 256 units, 32 KiB)
-// stays in L1 over the panel's rows, a streams from L2 at 3 KiB in 96 cycles, half of what L2 gives. The sums are loaded and
-// stored once in 256 units: 12 of 16 + 12 tile accesses, 6 %. Expected: nine tenths of the units' rate. 6 independent
-// products cover the latency of 52 cycles; 3 (one vector left) just do not, 48.
+// A tile product takes 16 cycles for 16 x 16 sums of 32 bf16 (64 int8), a tile load 8 from L1 (16 rows, two a cycle) and about 20
+// from L2, if the tile's 1 KiB lies in one piece (twice as long where its rows lie apart). Two strips of a by two of b make 4
+// products and 4 loads, 64 cycles against 32 to 56. The decoded weights, 2 strips of 128 units (16 KiB), stay in L1 while all
+// strips of the other operand come from L2, fetched one tile ahead. 4 independent products cover the latency of 52 cycles.
 #pragma once
 
 #include "amx_tiles.h"
@@ -16,86 +14,108 @@ namespace {
 
 #define HALFBYTE_TILES
 
-template <class Product>
-constexpr bool kOnTiles = Product::kUnitElements > 1;  // fp32 has no tile product
+// Strips of 16 rows (of a) or columns (of b), each a run of tiles: floats from strip to strip and from tile to tile, bytes from
+// row to row within one.
+struct TileOperand {
+  const float* data;
+  int64_t strip, step, row_bytes;
 
-// sums (16 * ROWS, 16 * VECTORS) += a times b over `steps` runs of 16 units. Strides in units; b_stride: of one unit's columns.
+  const float* at(int64_t s) const { return data + s * strip; }
+};
+
+constexpr int64_t kTileUnits = kTileSide * kTileSide;
+
+// The usual case: tiles one after another.
+inline TileOperand whole_tiles(const float* data, int64_t strip) { return {data, strip, kTileUnits, 64}; }
+
 #define HALFBYTE_TILE_PRODUCT(c, a, b)                            \
   if constexpr (kInteger) {                                       \
     HALFBYTE_TILE_INT8(c, a, b);                                  \
   } else {                                                        \
     HALFBYTE_TILE_BF16(c, a, b);                                  \
   }
-#define HALFBYTE_EACH_SUM(APPLY)          \
-  APPLY(0, 0, 0)                          \
-  if constexpr (VECTORS > 1) APPLY(1, 0, 1) \
-  if constexpr (ROWS > 1) APPLY(2, 1, 0)  \
-  if constexpr (ROWS > 1 && VECTORS > 1) APPLY(3, 1, 1) \
-  if constexpr (ROWS > 2) APPLY(4, 2, 0)  \
-  if constexpr (ROWS > 2 && VECTORS > 1) APPLY(5, 2, 1)
-#define HALFBYTE_SUM_AT(r, v) sums + (r)*kTileSide * sums_stride + (v)*kTileSide
+#define HALFBYTE_EACH_SUM(APPLY)                        \
+  APPLY(0, sums)                                        \
+  if constexpr (COLUMNS > 1) APPLY(1, sums + kTileUnits) \
+  if constexpr (ROWS > 1) APPLY(2, sums + sums_strip)    \
+  if constexpr (ROWS > 1 && COLUMNS > 1) APPLY(3, sums + sums_strip + kTileUnits)
 
-template <bool kInteger, int ROWS, int VECTORS>
-inline void tile_block(const float* a, int64_t a_stride, const float* b, int64_t b_stride, float* sums, int64_t sums_stride,
-                       int64_t steps, bool first) {
-  const int64_t a_bytes = 4 * a_stride, b_bytes = 4 * b_stride, sums_bytes = 4 * sums_stride;
+// What later products will read of the streamed operand, fetched to L2 meanwhile: `lines` of it in every step.
+struct TileFetch {
+  const float* run;
+  int64_t lines;
+};
+
+// A tile whose rows follow one another, to L1.
+inline void fetch_tile(const float* p) {
+#pragma GCC unroll 16
+  for (int r = 0; r < kTileSide; ++r) prefetch(p + r * kTileSide);
+}
+
+// sums of ROWS strips of a (from `row` on) by COLUMNS of b += over `steps` tiles of each. kStreamA: a is the operand that comes
+// from L2, else b.
+template <bool kInteger, bool kStreamA, int ROWS, int COLUMNS>
+inline void tile_block(const TileOperand& a, int64_t row, const TileOperand& b, int64_t column, float* sums, int64_t sums_strip,
+                       int64_t steps, bool first, TileFetch& fetch) {
+  const float *a0 = a.at(row), *a1 = a.at(row + ROWS - 1), *b0 = b.at(column), *b1 = b.at(column + COLUMNS - 1);
   asm volatile("" ::: "memory");  // the compiler does not know that a tile load reads memory (g++ 12)
   if (first) {
-#define HALFBYTE_CLEAR(t, r, v) { HALFBYTE_TILE_ZERO(t); }
+#define HALFBYTE_CLEAR(t, at) { HALFBYTE_TILE_ZERO(t); }
     HALFBYTE_EACH_SUM(HALFBYTE_CLEAR)
   } else {
-#define HALFBYTE_FETCH(t, r, v) { HALFBYTE_TILE_LOAD(t, HALFBYTE_SUM_AT(r, v), sums_bytes); }
+#define HALFBYTE_FETCH(t, at) { HALFBYTE_TILE_LOAD(t, at, 64); }
     HALFBYTE_EACH_SUM(HALFBYTE_FETCH)
   }
-  for (int64_t s = 0; s < steps; ++s, a += kTileSide, b += kTileSide * b_stride) {
-    // tile 6: rows of a, 7: columns of b
-    HALFBYTE_TILE_LOAD(6, a, a_bytes);
-    HALFBYTE_TILE_LOAD(7, b, b_bytes);
-    HALFBYTE_TILE_PRODUCT(0, 6, 7)
-    if constexpr (VECTORS > 1) {
-      HALFBYTE_TILE_LOAD(7, b + kTileSide, b_bytes);
-      HALFBYTE_TILE_PRODUCT(1, 6, 7)
+  for (int64_t s = 0; s < steps; ++s, a0 += a.step, a1 += a.step, b0 += b.step, b1 += b.step) {
+    HALFBYTE_TILE_LOAD(4, a0, a.row_bytes);
+    HALFBYTE_TILE_LOAD(6, b0, b.row_bytes);
+    HALFBYTE_TILE_PRODUCT(0, 4, 6)
+    if constexpr (COLUMNS > 1) {
+      HALFBYTE_TILE_LOAD(7, b1, b.row_bytes);
+      HALFBYTE_TILE_PRODUCT(1, 4, 7)
     }
+    fetch_tile(kStreamA ? a0 + a.step : b0 + b.step);
     if constexpr (ROWS > 1) {
-      HALFBYTE_TILE_LOAD(6, a + kTileSide * a_stride, a_bytes);
-      if constexpr (VECTORS > 1) {
-        HALFBYTE_TILE_PRODUCT(3, 6, 7)
-        HALFBYTE_TILE_LOAD(7, b, b_bytes);
-      }
-      HALFBYTE_TILE_PRODUCT(2, 6, 7)
-    }
-    if constexpr (ROWS > 2) {
-      HALFBYTE_TILE_LOAD(6, a + 2 * kTileSide * a_stride, a_bytes);
-      HALFBYTE_TILE_PRODUCT(4, 6, 7)
-      if constexpr (VECTORS > 1) {
-        HALFBYTE_TILE_LOAD(7, b + kTileSide, b_bytes);
-        HALFBYTE_TILE_PRODUCT(5, 6, 7)
+      HALFBYTE_TILE_LOAD(5, a1, a.row_bytes);
+      HALFBYTE_TILE_PRODUCT(2, 5, 6)
+      if constexpr (COLUMNS > 1) {
+        HALFBYTE_TILE_PRODUCT(3, 5, 7)
       }
     }
+    if constexpr (kStreamA ? ROWS > 1 : COLUMNS > 1) fetch_tile(kStreamA ? a1 + a.step : b1 + b.step);
+    for (int64_t i = 0; i < fetch.lines; ++i, fetch.run += kTileSide) prefetch_l2(fetch.run);
   }
-#define HALFBYTE_KEEP(t, r, v) { HALFBYTE_TILE_STORE(t, HALFBYTE_SUM_AT(r, v), sums_bytes); }
+#define HALFBYTE_KEEP(t, at) { HALFBYTE_TILE_STORE(t, at, 64); }
   HALFBYTE_EACH_SUM(HALFBYTE_KEEP)
   asm volatile("" ::: "memory");
 }
 
-// sums (rows, 16 * vectors) += a (rows, units) times b (units, 16 * vectors): whole tiles of rows and units only. rows and
-// units must be multiples of 16.
-template <class Product>
-inline void tile_product(int64_t rows, int vectors, const float* a, int64_t a_stride, const float* b, float* sums,
-                         int64_t sums_stride, int64_t units, bool first) {
-  constexpr bool kInteger = Product::kUnitElements == 4;
-  const int64_t b_stride = int64_t(vectors) * kTileSide, steps = units / kTileSide;
-  const auto columns = [&]<int ROWS>(const float* at, float* to) {
-    int v = 0;
-    for (; v + 2 <= vectors; v += 2)
-      tile_block<kInteger, ROWS, 2>(at, a_stride, b + v * kTileSide, b_stride, to + v * kTileSide, sums_stride, steps, first);
-    if (v < vectors)
-      tile_block<kInteger, ROWS, 1>(at, a_stride, b + v * kTileSide, b_stride, to + v * kTileSide, sums_stride, steps, first);
+// body.operator()<count>(start) for pairs of `strips`, and the one that may be left.
+template <class Body>
+inline void in_pairs(int64_t strips, const Body& body) {
+  int64_t s = 0;
+  for (; s + 2 <= strips; s += 2) body.template operator()<2>(s);
+  if (s < strips) body.template operator()<1>(s);
+}
+
+// sums (tile after tile, strips of rows `sums_strip` floats apart) += a (rows strips) times b (columns strips) over `steps` tiles.
+// kStreamA: two strips of b stay in L1 over all of a, else two of a over all of b.
+template <bool kInteger, bool kStreamA>
+inline void tile_product(int64_t rows, int64_t columns, const TileOperand& a, const TileOperand& b, float* sums, int64_t sums_strip,
+                         int64_t steps, bool first, TileFetch& fetch) {
+  const auto block = [&]<int ROWS, int COLUMNS>(int64_t row, int64_t column) {
+    tile_block<kInteger, kStreamA, ROWS, COLUMNS>(a, row, b, column, sums + row * sums_strip + column * kTileUnits, sums_strip, steps,
+                                                  first, fetch);
   };
-  int64_t r = 0;
-  for (; r + 3 * kTileSide <= rows; r += 3 * kTileSide) columns.template operator()<3>(a + r * a_stride, sums + r * sums_stride);
-  if (rows - r == 2 * kTileSide) columns.template operator()<2>(a + r * a_stride, sums + r * sums_stride);
-  if (rows - r == kTileSide) columns.template operator()<1>(a + r * a_stride, sums + r * sums_stride);
+  if constexpr (kStreamA) {
+    in_pairs(columns, [&]<int COLUMNS>(int64_t c) {
+      in_pairs(rows, [&]<int ROWS>(int64_t r) { block.template operator()<ROWS, COLUMNS>(r, c); });
+    });
+  } else {
+    in_pairs(rows, [&]<int ROWS>(int64_t r) {
+      in_pairs(columns, [&]<int COLUMNS>(int64_t c) { block.template operator()<ROWS, COLUMNS>(r, c); });
+    });
+  }
 }
 
 }  // namespace

@@ -53,6 +53,7 @@ inline Vector zero_vector() { return _mm512_setzero_ps(); }
 inline void store_values(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
 inline void store_values(float* p, __m512i v) { _mm512_storeu_si512(p, v); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 inline float horizontal_sum(Vector v) { return _mm512_reduce_add_ps(v); }
 
 // A block of kLanes x kLanes units, transposed.

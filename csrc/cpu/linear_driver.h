@@ -31,7 +31,12 @@ inline const char* at_row(const Tensor& t, int64_t row, int64_t row_elements) {
 // Rows a thread should get at least: dividing less work costs more than it gains.
 inline int64_t row_grain(int64_t work_per_row) { return 1 + (int64_t(1) << 16) / std::max<int64_t>(work_per_row, 1); }
 
-inline constexpr int64_t kRowUnit = 12;  // rows of one micro-kernel: no thread gets a part of them
+// output[:, begin:end] in whole micro-kernels of `block_rows` rows.
+template <class Body>
+inline void parallel_blocks(int64_t rows, int64_t block_rows, int64_t work_per_row, const Body& body) {
+  parallel_rows((rows + block_rows - 1) / block_rows, row_grain(work_per_row),
+                [&](int64_t begin, int64_t end) { body(begin * block_rows, std::min(end * block_rows, rows)); });
+}
 
 // The low-rank part of a forward product. weight (N, rank) holds one block per group of rows: rows of group g multiply
 // columns [g * rank, (g + 1) * rank) of input (M, groups * rank).
@@ -107,13 +112,31 @@ inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, 
     if (low)
       table.prepare_low_rank_tiled(at_row(low->input, m, addend.rank), low_dtype, count, addend.rank, low->factor, compute,
                                    low_input->mutable_data_ptr());
-    parallel_rows((rows + kRowUnit - 1) / kRowUnit, row_grain(K * count), [&](int64_t begin, int64_t end) {
+    parallel_blocks(rows, table.block_rows[int(compute)], K * count, [&](int64_t begin, int64_t end) {
       const WorkspaceLease scratch(table.scratch_bytes);
-      table.tiled(packed, begin * kRowUnit, std::min(end * kRowUnit, rows), layout, compute, prepared, count, added, target,
-                  scratch.data());
+      table.tiled(packed, begin, end, layout, compute, prepared, count, added, target, scratch.data());
     });
     target.data = static_cast<char*>(target.data) + output_row * count;
   }
+}
+
+// matrix (tokens, columns) of `dtype` in prepare_rows' units, block of kLinearTokens after block; `stride` units a row.
+inline Tensor row_units(const Tensor& matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t stride) {
+  const LinearKernels& table = kernels().linear;
+  const int64_t multiple = table.unit_multiple[int(compute)];
+  Tensor units = unit_buffer(matrix, round_up(tokens, multiple) * stride * elements_per_unit(compute), compute);
+  auto* out = static_cast<char*>(units.mutable_data_ptr());
+  const int64_t strips = kLinearTokens / multiple, all = (tokens + multiple - 1) / multiple;
+  parallel_rows(all, row_grain(columns * multiple), [&](int64_t begin, int64_t end) {
+    for (int64_t at = begin; at < end;) {
+      const int64_t block = at / strips, token = block * kLinearTokens, last = std::min(end, (block + 1) * strips);
+      const int64_t count = std::min(tokens - token, kLinearTokens);
+      table.prepare_rows(at_row(matrix, token, columns), dtype, count, columns, compute, at * multiple - token,
+                         std::min(last * multiple - token, count), out + token * stride * 4);
+      at = last;
+    }
+  });
+  return units;
 }
 
 // output (tokens, K) = grad (tokens, N) @ packed, plus low_input (tokens, rank) @ low_weight (rank, K) where they are given.
@@ -123,30 +146,24 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
   const LinearKernels& table = kernels().linear;
   const Compute compute = compute_for(dtype, table);
   const int64_t K = layout.in_features, elements = elements_per_unit(compute);
-  // Gradients are broadcast unit by unit: floats, or pairs of bf16, can be read where they are.
-  const int64_t grad_stride = (rows + elements - 1) / elements;
+  // Gradients are broadcast unit by unit: floats, or pairs of bf16, can be read where they are, if not by tiles.
+  const int64_t multiple = table.unit_multiple[int(compute)];
+  const int64_t grad_stride = round_up((rows + elements - 1) / elements, multiple);
   std::optional<Tensor> units;
-  if (dtype != DType::kFloat32 && (compute == Compute::kFloat32 || rows % 2 != 0)) {
-    units = unit_buffer(grad, tokens * grad_stride * elements, compute);
-    auto* converted = static_cast<char*>(units->mutable_data_ptr());
-    parallel_rows(tokens, row_grain(rows), [&](int64_t begin, int64_t end) {
-      table.prepare_grad(at_row(grad, begin, rows), dtype, end - begin, rows, compute, converted + begin * grad_stride * 4);
-    });
-  }
+  if (multiple != 1 || (dtype != DType::kFloat32 && (compute == Compute::kFloat32 || rows % 2 != 0)))
+    units = row_units(grad, dtype, tokens, rows, compute, grad_stride);
   const auto* source = static_cast<const char*>(units ? units->const_data_ptr() : grad.const_data_ptr());
   LowRank addend{};
   std::optional<Tensor> weight_units, input_units;
   if (low_weight) {
     constexpr const char* op = "lora_linear_backward_input";
     addend.rank = low_weight->size(0);
-    addend.stride = (addend.rank + elements - 1) / elements;
+    addend.stride = round_up((addend.rank + elements - 1) / elements, multiple);
     weight_units = unit_buffer(grad, addend.rank * round_up(K, table.group), compute);
     table.prepare_direct(low_weight->const_data_ptr(), checked_dtype(op, "lora_A", low_weight->scalar_type()), addend.rank, layout,
                          compute, weight_units->mutable_data_ptr());
-    input_units = unit_buffer(grad, tokens * addend.stride * elements, compute);
-    torch::stable::zero_(*input_units);
-    table.prepare_low_rank(low_input->const_data_ptr(), checked_dtype(op, "grad_projected", low_input->scalar_type()), tokens,
-                           addend.rank, 1.0f, compute, 0, addend.stride, input_units->mutable_data_ptr());
+    input_units = row_units(*low_input, checked_dtype(op, "grad_projected", low_input->scalar_type()), tokens, addend.rank, compute,
+                            addend.stride);
     addend.weight = weight_units->const_data_ptr();
   }
   const int64_t blocks = (tokens + kLinearTokens - 1) / kLinearTokens;

@@ -200,132 +200,186 @@ constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are 
 
 // Decoded groups [first, first + count) of one row, in decode order. A partial last group is filled up with anything finite
 // that its scale allows: the activations there are zero, or the columns are not stored.
-// kFetch: the codes kRowsAhead rows on are fetched meanwhile.
-template <class Product, Codes codes, bool kFetch = false>
+// Vectors are stored kStep floats apart. `loaded`: the row's scales, where they hold for all of it. `next`: as many codes that
+// are fetched meanwhile.
+template <class Product, Codes codes, int64_t kStep = kLanes>
 inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first, int64_t count,
-                       float* out) {
+                       float* out, const typename Decoder<Product, codes>::Scales* loaded = nullptr, const uint8_t* next = nullptr) {
   using D = Decoder<Product, codes>;
-  typename D::Scales scales;
   const int64_t start = first * kGroup;
   const int64_t length = start + count * kGroup < l.in_features ? count * kGroup : l.in_features - start;
-  scales.load(row, l, start, length);
+  typename D::Scales own;
+  if (!loaded) own.load(row, l, start, length);
+  const typename D::Scales& scales = loaded ? *loaded : own;
   typename Product::Values v[Product::kVectors];
   const int64_t whole = length / kGroup;
-  for (int64_t g = 0; g < whole; ++g, out += Product::kVectors * kLanes) {
+  for (int64_t g = 0; g < whole; ++g, out += Product::kVectors * kStep) {
     const uint8_t* codes_of_group = row + (first + g) * D::kCodeBytes;
-    if (kFetch) prefetch(codes_of_group + kRowsAhead * l.row_bytes);
+    if (next)
+      for (int i = 0; i < D::kCodeBytes; i += 64) prefetch(next + g * D::kCodeBytes + i);
     decoder.scaled(codes_of_group, scales, g, v);
 #pragma GCC unroll 8
-    for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kLanes, v[i]);
+    for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kStep, v[i]);
   }
   if (whole * kGroup < length) {
     TailCodes<codes> tail;
     tail.load(row, l, first + whole);
     decoder.scaled(tail.bytes, scales, whole, v);
-    for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kLanes, v[i]);
+    for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kStep, v[i]);
   }
 }
 
-// ---- tiled forward: weights broadcast from a decoded panel, tokens in vectors ---------------------------------------
+// ---- tiled forward: weights from a decoded panel, tokens in vectors or tiles ------------------------------------------
 
-// x kPanelUnits x 4 bytes = 192 KiB, in L2 beside the sums (384 KiB) and a tile of activations: these come from L3 once for
-// each panel, so half as many panels ask half as much of what all cores share.
+// Rows whose sums (384 KiB) are in L2 at a time, with vectors also their decoded weights (x kPanelUnits x 4 bytes = 192 KiB): the
+// activations come from L3 once for so many rows, so half as many ask twice as much of what all cores share.
 constexpr int64_t kPanelRows = 192;
-constexpr int64_t kFewTokens = 64;    // up to here the activations of a panel fit L2, and the panel shrinks to L1: 12 rows
-constexpr int64_t kPanelUnits = 256;
-constexpr int64_t kPanelStride = kPanelUnits + 16;  // rows 1 KiB apart would share L1 sets
+constexpr int64_t kFewTokens = 64;  // up to here the activations of a panel fit L2, and the panel shrinks to L1: one row of blocks
 constexpr int64_t kSumsStride = kLinearTokens + 16;
-#if defined(HALFBYTE_TILES)
-constexpr int kTileRows = 48;
-#else
-constexpr int kTileRows = 12;         // by 1 or 2 vectors; 6 by 4
-#endif
-static_assert(kTileRows <= kMostTileRows && kPanelRows % kTileRows == 0);
 
+// Where the parts of a product lie: `a` rows of units, whole vectors of them `kVectorStep` floats apart; sums of row r and
+// token m at sums_at(r, m), 16 tokens together, rows within 16 kSumsRow floats apart.
 template <class Product>
-inline void tile_rows(int vectors, const float* a, int64_t a_stride, const float* b, float* sums, int64_t units, bool first,
-                      Ahead ahead = {}) {
+struct Layout {
+  struct Rows {
+    const float* data;
+    int64_t stride;
+  };
+  static constexpr int64_t kBlockRows = 12;  // of the micro-kernel: by 1 or 2 vectors; 6 by 4
+  static constexpr int64_t kDecodedRows = kPanelRows;  // at a time
+  static constexpr bool kFetchDecoding = false;        // the next panel's codes are fetched while this one is multiplied
+  static constexpr int64_t kVectorStep = kLanes;
+  static constexpr int64_t kPanelStride = kPanelUnits<Product> + 16;  // rows 1 KiB apart would share L1 sets
+  static constexpr int64_t kSumsRow = kSumsStride;
+
+  static float* panel_row(float* panel, int64_t r) { return panel + r * kPanelStride; }
+  static Rows panel(const float* panel) { return {panel, kPanelStride}; }
+  static Rows rows(const float* data, int64_t stride) { return {data, stride}; }
+  static int64_t sums_at(int64_t r, int64_t m) { return r * kSumsStride + m; }
+
+  // sums (rows from `row` on, tokens) += a (rows, units [first_unit, + count)) times activations (all_units, tokens).
+  static void multiply(const Rows& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t all_units,
+                       int64_t first_unit, int64_t count, float* sums, bool first, Ahead next) {
+    constexpr bool kWide = kLanes == 16;  // 32 registers
+    for (int64_t m0 = 0; m0 < tokens;) {
+      const int vectors = tile_vectors<Product>(tokens - m0);
+      const float* b = activations + unit_at<Product>(all_units, tokens, m0, vectors * kLanes, first_unit);
+      for (int64_t r = 0; r < rows; r += kBlockRows) {
+        const float* at = a.data + r * a.stride;
+        float* to = sums + sums_at(row + r, m0);
+        const Ahead mine = next.rows(r);
+        if (vectors == 1) {
+          tile<Product, 12, 1>(at, a.stride, b, to, kSumsStride, count, first, mine);
+        } else if (vectors == 2 && kWide) {
+          tile<Product, kWide ? 12 : 1, 2>(at, a.stride, b, to, kSumsStride, count, first, mine);
+        } else {
+          constexpr int G = kWide ? 4 : 2;
+          for (int h = 0; h < 12; h += 6)
+            tile<Product, 6, G>(at + h * a.stride, a.stride, b, to + h * kSumsStride, kSumsStride, count, first, mine.rows(h));
+        }
+      }
+      m0 += vectors * kLanes;
+      next = {};
+    }
+  }
+};
+
 #if defined(HALFBYTE_TILES)
-  if constexpr (kOnTiles<Product>) {
-    if (ahead.line) {
-      for (int64_t u = 0; u < units; u += ahead.units, ahead.line += 64)
-        for (int r = 0; r < kTileRows; ++r) prefetch(ahead.line + r * ahead.stride);
-      ahead.line = nullptr;
-    }
-    const int64_t whole = units / kTileSide * kTileSide;  // where the units end is the same for every row: so is the order
-    if (whole != 0) {
-      tile_product<Product>(kTileRows, vectors, a, a_stride, b, sums, kSumsStride, whole, first);
-      if (whole == units) return;
-      a += whole, b += whole * vectors * kLanes, units -= whole, first = false;
-    }
+template <class Product>
+  requires kOnTiles<Product>
+struct Layout<Product> {
+  static constexpr int64_t kBlockRows = 2 * kTileSide;
+  static constexpr int64_t kDecodedRows = kBlockRows;  // in L1: what is decoded is multiplied by all tokens at once
+  static constexpr bool kFetchDecoding = true;         // tiles have no time to wait for it
+  static constexpr int64_t kVectorStep = kTileUnits;
+  static constexpr int64_t kPanelStride = kPanelUnits<Product> + 16;  // a strip's first tile in other L1 sets than the next one's
+  static constexpr int64_t kSumsRow = kTileSide;
+  static constexpr int64_t kSumsStrip = kLinearTokens * kTileSide;
+
+  static float* panel_row(float* panel, int64_t r) { return panel + r / kTileSide * kTileSide * kPanelStride + r % kTileSide * kTileSide; }
+  static TileOperand panel(const float* panel) { return whole_tiles(panel, kTileSide * kPanelStride); }
+  static TileOperand rows(const float* data, int64_t stride) { return {data, kTileSide * stride, kTileSide, 4 * stride}; }
+  static int64_t sums_at(int64_t r, int64_t m) {
+    return r / kTileSide * kSumsStrip + m / kTileSide * kTileUnits + r % kTileSide * kTileSide + m % kTileSide;
   }
+
+  static void multiply(const TileOperand& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t all_units,
+                       int64_t first_unit, int64_t count, float* sums, bool first, const Ahead& next) {
+    const int64_t strips = strips_of(tokens), steps = count / kTileSide;
+    const TileOperand b = whole_tiles(activations + tile_at<Product>(all_units, strips, 0, first_unit), count * kTileSide);
+    TileFetch fetch{b.data, 0};
+    if (next.line && tokens > kFewTokens) {  // these rows' share of the next units' activations, which are in L3
+      fetch.lines = (2 * kTileSide * kBlockRows + kPanelRows - 1) / kPanelRows;
+      fetch.run = (first_unit + count < all_units ? b.at(strips) : activations) +
+                  row / kBlockRows * ((strips + 1) / 2) * steps * fetch.lines * kTileSide;
+    }
+    tile_product<Product::kUnitElements == 4, false>(rows / kTileSide, strips, a, b, sums + sums_at(row, 0), kSumsStrip, steps, first,
+                                                     fetch);
+  }
+};
 #endif
-  constexpr bool kWide = kLanes == 16;  // 32 registers
-  for (int64_t r0 = 0; r0 < kTileRows; r0 += 12, a += 12 * a_stride, sums += 12 * kSumsStride) {
-    const Ahead mine = ahead.rows(r0);
-    if (vectors == 1) {
-      tile<Product, 12, 1>(a, a_stride, b, sums, kSumsStride, units, first, mine);
-    } else if (vectors == 2 && kWide) {
-      tile<Product, kWide ? 12 : 1, 2>(a, a_stride, b, sums, kSumsStride, units, first, mine);
-    } else {
-      constexpr int G = kWide ? 4 : 2;
-      for (int r = 0; r < 12; r += 6)
-        tile<Product, 6, G>(a + r * a_stride, a_stride, b, sums + r * kSumsStride, kSumsStride, units, first, mine.rows(r));
-    }
-  }
-}
+
+static_assert(kPanelRows % Layout<Float32>::kBlockRows == 0);
 
 template <class Product, Codes codes>
 void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units, int64_t tokens,
            const LowRank* low_rank, const LinearOutput& output, void* scratch) {
+  using L = Layout<Product>;
   constexpr int64_t kGroupUnits = kGroup / Product::kUnitElements;
-  constexpr int64_t kPanelGroups = kPanelUnits / kGroupUnits, kCodeBytes = Decoder<Product, codes>::kCodeBytes;
+  constexpr int64_t kPanelGroups = kPanelUnits<Product> / kGroupUnits, kCodeBytes = Decoder<Product, codes>::kCodeBytes;
+  static_assert(kPanelRows % L::kBlockRows == 0 && L::kBlockRows <= kMostTileRows);
   const Decoder<Product, codes> decoder(l);
 #if defined(HALFBYTE_TILES)
   const TileScope scope;
 #endif
   float* panel = static_cast<float*>(scratch);
-  float* sums = panel + kPanelRows * kPanelStride;
+  float* sums = panel + kPanelRows * L::kPanelStride;
+  using Scales = typename Decoder<Product, codes>::Scales;
+  constexpr bool kWholeRow = Scales::kWholeRow;
+  Scales scales[kWholeRow ? kPanelRows : 1];
+  const auto* activations = static_cast<const float*>(units);
   const int64_t groups = padded_features(l) / kGroup;
-  const int64_t panel_rows = tokens <= kFewTokens ? kTileRows : kPanelRows;
+  const int64_t panel_rows = tokens <= kFewTokens ? L::kBlockRows : kPanelRows;
   for (int64_t n0 = row_begin; n0 < row_end; n0 += panel_rows) {
     const int64_t rows = n0 + panel_rows < row_end ? panel_rows : row_end - n0;
-    const int64_t rows_padded = round_up(rows, kTileRows);
+    const int64_t rows_padded = round_up(rows, L::kBlockRows);
+    if (kWholeRow)
+      for (int64_t r = 0; r < rows; ++r) scales[r].load(packed + (n0 + r) * l.row_bytes, l, 0, l.in_features);
     for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
       const int64_t count = g0 + kPanelGroups < groups ? kPanelGroups : groups - g0;
-      for (int64_t r = 0; r < rows; ++r)
-        decode_row<Product, codes>(decoder, packed + (n0 + r) * l.row_bytes, l, g0, count, panel + r * kPanelStride);
-      for (int64_t r = rows; r < rows_padded; ++r) memset(panel + r * kPanelStride, 0, size_t(4 * count * kGroupUnits));
-      const bool last = g0 + count == groups;
-      const int64_t next_group = last ? 0 : g0 + count, next_row = last ? n0 + panel_rows : n0;
-      const uint8_t* next_rows = packed + next_row * l.row_bytes;
-      for (int64_t r = 0; r < rows; ++r) prefetch(next_rows + r * l.row_bytes + scales_at(l, next_group * kGroup));
-      const Ahead next{next_rows + next_group * kCodeBytes, l.row_bytes, 64 * kGroupUnits / kCodeBytes};
-      for (int64_t m0 = 0; m0 < tokens;) {
-        const int vectors = tile_vectors(tokens - m0);
-        const float* b = static_cast<const float*>(units) + m0 * groups * kGroupUnits + g0 * kGroupUnits * vectors * kLanes;
-        for (int64_t r = 0; r < rows_padded; r += kTileRows)
-          tile_rows<Product>(vectors, panel + r * kPanelStride, kPanelStride, b, sums + r * kSumsStride + m0, count * kGroupUnits,
-                             g0 == 0, m0 == 0 ? next.rows(r) : Ahead{});
-        m0 += vectors * kLanes;
+      for (int64_t r0 = 0; r0 < rows; r0 += L::kDecodedRows) {
+        const int64_t decoded = r0 + L::kDecodedRows < rows ? L::kDecodedRows : rows - r0;
+        const int64_t padded = round_up(decoded, L::kBlockRows);
+        const bool last_rows = r0 + decoded == rows, last = last_rows && g0 + count == groups;
+        const int64_t next_group = last ? 0 : last_rows ? g0 + count : g0;
+        const int64_t next_row = last ? n0 + panel_rows : last_rows ? n0 : n0 + r0 + decoded;
+        const uint8_t* next_rows = packed + next_row * l.row_bytes;
+        const uint8_t* next_codes = next_rows + next_group * kCodeBytes;
+        for (int64_t r = 0; r < decoded; ++r)
+          decode_row<Product, codes, L::kVectorStep>(decoder, packed + (n0 + r0 + r) * l.row_bytes, l, g0, count,
+                                                     L::panel_row(panel, r), kWholeRow ? scales + r0 + r : nullptr,
+                                                     L::kFetchDecoding ? next_codes + r * l.row_bytes : nullptr);
+        for (int64_t r = decoded; r < padded; ++r)
+          for (int64_t v = 0; v < count * kGroupUnits / kLanes; ++v) memset(L::panel_row(panel, r) + v * L::kVectorStep, 0, 4 * kLanes);
+        if (!kWholeRow)
+          for (int64_t r = 0; r < decoded; ++r) prefetch(next_rows + r * l.row_bytes + scales_at(l, next_group * kGroup));
+        const Ahead next{next_codes, l.row_bytes, 64 * kGroupUnits / kCodeBytes};
+        L::multiply(L::panel(panel), r0, padded, activations, tokens, groups * kGroupUnits, g0 * kGroupUnits, count * kGroupUnits, sums,
+                    g0 == 0, next);
       }
     }
     if (low_rank) {
       const float* a = static_cast<const float*>(low_rank->weight) + n0 * low_rank->stride;
-      const int64_t units_of_rank = (low_rank->rank + Product::kUnitElements - 1) / Product::kUnitElements;
-      for (int64_t m0 = 0; m0 < tokens;) {
-        const int vectors = tile_vectors(tokens - m0);
-        const float* b = static_cast<const float*>(low_rank->input) + m0 * units_of_rank;
-        for (int64_t r = 0; r < rows_padded; r += kTileRows)
-          tile_rows<Product>(vectors, a + r * low_rank->stride, low_rank->stride, b, sums + r * kSumsStride + m0, units_of_rank, false);
-        m0 += vectors * kLanes;
-      }
+      const int64_t all = round_up((low_rank->rank + Product::kUnitElements - 1) / Product::kUnitElements, kUnitMultiple<Product>);
+      for (int64_t u = 0; u < all; u += kPanelUnits<Product>)
+        L::multiply(L::rows(a + u, low_rank->stride), 0, rows_padded, static_cast<const float*>(low_rank->input), tokens, all, u,
+                    u + kPanelUnits<Product> < all ? kPanelUnits<Product> : all - u, sums, false, {});
     }
     for (int64_t m0 = 0; m0 < tokens; m0 += kLanes) {
       const int64_t count = m0 + kLanes < tokens ? kLanes : tokens - m0;
       constexpr int64_t kTurnedStride = kPanelRows + 16;
       float turned[kLanes * kTurnedStride];  // a strided read for every output would cost more than the conversion
-      for (int64_t r = 0; r < rows; r += kLanes) turn(sums + r * kSumsStride + m0, kSumsStride, turned + r, kTurnedStride);
+      for (int64_t r = 0; r < rows; r += kLanes) turn(sums + L::sums_at(r, m0), L::kSumsRow, turned + r, kTurnedStride);
       for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, turned + m * kTurnedStride, rows);
     }
   }
@@ -333,13 +387,18 @@ void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowL
 
 // ---- backward: gradients broadcast, columns of a decoded panel in vectors -------------------------------------------
 
-constexpr int64_t kSubtile = kTileVectors * kLanes;  // columns of one micro-kernel; panels are stored subtile by subtile
+// Columns of one micro-kernel; panels are stored subtile by subtile.
+template <class Product>
+constexpr int64_t kSubtile = kOnTiles<Product> ? kLanes : kTileVectors * kLanes;
 
-// A panel of decoded weights, columns x units of N, 128 KiB of L2, and the sums of its columns.
+// A panel of decoded weights, columns x units of N, in L2, and the sums of its columns.
 struct BackwardShape {
   int64_t columns, units;
-  constexpr int64_t subtile_stride() const { return (units + 1) * kSubtile; }  // 1 more: a row's columns would share an L1 set
-  constexpr int64_t panel_floats() const { return columns / kSubtile * subtile_stride(); }
+  template <class Product>
+  constexpr int64_t subtile_stride() const {
+    return (units + 1) * kSubtile<Product>;  // 1 more: a row's columns would share an L1 set
+  }
+  constexpr int64_t panel_floats() const { return (units + 1) * columns; }
   constexpr int64_t sums_stride() const { return columns + 16; }
 };
 constexpr BackwardShape kBackwardMany{256, 128};
@@ -362,21 +421,39 @@ inline void backward_vectors(int64_t tokens, const float* a, int64_t a_stride, c
   }
 }
 
+// Where the sum of token m and column c lies.
 template <class Product>
-inline void backward_tile(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums,
-                          int64_t sums_stride, int64_t units, bool first) {
+inline int64_t backward_sum_at(const BackwardShape& shape, int64_t m, int64_t c) {
 #if defined(HALFBYTE_TILES)
-  const int64_t rows = tokens / kTileSide * kTileSide, whole = units / kTileSide * kTileSide;
+  if constexpr (kOnTiles<Product>)
+    return m / kTileSide * kTileSide * shape.columns + c / kTileSide * kTileUnits + m % kTileSide * kTileSide + c % kTileSide;
+#endif
+  return m * shape.sums_stride() + c;
+}
+
+// sums (tokens, columns) += grads (tokens, units [first_unit, + count) of all_units) times a panel (count, columns).
+template <class Product>
+inline void backward_product(const float* grads, [[maybe_unused]] int64_t grad_stride, int64_t tokens,
+                             [[maybe_unused]] int64_t all_units, int64_t first_unit, int64_t count, const float* panel, int64_t columns, const BackwardShape& shape, float* sums, bool first) {
+#if defined(HALFBYTE_TILES)
   if constexpr (kOnTiles<Product>) {
-    if (rows != 0 && whole != 0) {
-      tile_product<Product>(rows, kTileVectors, a, a_stride, b, sums, sums_stride, whole, first);
-      if (whole != units)
-        backward_vectors<Product>(rows, a + whole, a_stride, b + whole * kSubtile, sums, sums_stride, units - whole, false);
-      a += rows * a_stride, sums += rows * sums_stride, tokens -= rows;
+    constexpr int64_t kRun = kPanelUnits<Product>;  // units whose tiles lie together
+    const int64_t strips = strips_of(tokens), run = first_unit / kRun * kRun, columns_of_tiles = columns / kTileSide;
+    const TileOperand a = whole_tiles(grads + tile_at<Product>(all_units, strips, 0, first_unit),
+                                      (kRun < all_units - run ? kRun : all_units - run) * kTileSide);
+    const TileOperand b = whole_tiles(panel, shape.subtile_stride<Product>());
+    TileFetch fetch{a.data, 0};
+    if (tokens > kFewTokens && first_unit + count < all_units) {  // the next units' gradients, which are in L3
+      fetch.lines = (4 * kTileSide + columns_of_tiles - 1) / columns_of_tiles;
+      fetch.run = a.at(strips);
     }
+    tile_product<false, true>(strips, columns_of_tiles, a, b, sums, shape.columns * kTileSide, count / kTileSide, first, fetch);
+    return;
   }
 #endif
-  backward_vectors<Product>(tokens, a, a_stride, b, sums, sums_stride, units, first);
+  for (int64_t c = 0; c < columns; c += kSubtile<Product>)
+    backward_vectors<Product>(tokens, grads + first_unit, grad_stride, panel + c / kSubtile<Product> * shape.subtile_stride<Product>(),
+                              sums + c, shape.sums_stride(), count, first);
 }
 
 // Panel unit u and column c lie at subtile c / kSubtile, then u, then c % kSubtile. row(n, out) writes `columns` elements of
@@ -406,7 +483,8 @@ inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t columns,
       }
       for (int i = 0; i < 8; ++i) {
         const int64_t column = c + i * kLanes;
-        store_values(panel + column / kSubtile * shape.subtile_stride() + u * kSubtile + column % kSubtile, v[i]);
+        constexpr int64_t kWide = kSubtile<Product>;
+        store_values(panel + column / kWide * shape.subtile_stride<Product>() + u * kWide + column % kWide, v[i]);
       }
     }
   }
@@ -431,17 +509,18 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
     bool first = true;
     // sums (+)= grads (tokens, reduced rows) @ rows (reduced, columns)
     const auto accumulate = [&](int64_t reduced_rows, const void* grads, int64_t stride, const auto& row) {
-      const int64_t reduced = (reduced_rows + kElements - 1) / kElements;
+      const int64_t reduced = round_up((reduced_rows + kElements - 1) / kElements, kUnitMultiple<Product>);
       for (int64_t u0 = 0; u0 < reduced; u0 += shape.units, first = false) {
         const int64_t units = u0 + shape.units < reduced ? shape.units : reduced - u0;
         fill_panel<Product>(reduced_rows, u0 * kElements, units, groups * kGroup, shape, panel, row);
-        for (int64_t c = 0; c < groups * kGroup; c += kSubtile)
-          backward_tile<Product>(tokens, static_cast<const float*>(grads) + u0, stride,
-                                 panel + c / kSubtile * shape.subtile_stride(), sums + c, shape.sums_stride(), units, first);
+        backward_product<Product>(static_cast<const float*>(grads), stride, tokens, reduced, u0, units, panel, groups * kGroup, shape,
+                                  sums, first);
       }
     };
     accumulate(rows, grad, grad_stride, [&](int64_t n, float* out) {
-      decode_row<Product, codes, true>(decoder, packed + n * l.row_bytes, l, g0, groups, out);
+      const uint8_t* row = packed + n * l.row_bytes;
+      const uint8_t* next = row + kRowsAhead * l.row_bytes + g0 * Decoder<Product, codes>::kCodeBytes;
+      decode_row<Product, codes>(decoder, row, l, g0, groups, out, nullptr, next);
     });
     if (low_rank) {
       accumulate(low_rank->rank, low_rank->input, low_rank->stride, [&](int64_t n, float* out) {
@@ -455,8 +534,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
         const int64_t column = (g0 + g) * kGroup;
         const int64_t count = column + kGroup < l.in_features ? kGroup : l.in_features - column;
         float natural[kGroup];
-        const float* decoded = sums + m * shape.sums_stride() + g * kGroup;
-        for (int i = 0; i < kGroup; ++i) natural[order.element[i]] = decoded[i];
+        for (int i = 0; i < kGroup; ++i) natural[order.element[i]] = sums[backward_sum_at<Product>(shape, m, g * kGroup + i)];
         store_output(output, m, column, natural, count);
       }
     }

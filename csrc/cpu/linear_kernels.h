@@ -28,7 +28,7 @@ struct LinearOutput {
 //   forward:  + input (M, R) @ weight (N, R)^T      backward:  + input (M, R) @ weight (R, K)
 struct LowRank {
   const void* weight;  // forward: prepare_low_rank's (N + kMostTileRows, stride); backward: prepare_direct's (groups, R, group)
-  const void* input;   // direct and backward: prepare_low_rank's (M, stride); tiled: prepare_low_rank_tiled's
+  const void* input;   // direct: prepare_low_rank's (M, stride); backward: prepare_rows'; tiled: prepare_low_rank_tiled's
   int64_t rank;        // R
   int64_t stride;      // units of a row, zeros past R: whole vectors forward
 };
@@ -38,6 +38,8 @@ struct LinearKernels {
   int32_t group;            // elements; prepared activations are padded with zeros to a multiple of it
   int32_t lanes;            // tokens in one vector; prepared tiles are padded to a multiple of it
   int32_t tile_tokens;      // tokens in one tile of prepare_tiled
+  int32_t block_rows[2];    // per Compute: rows of one micro-kernel; no thread should get a part of them
+  int32_t unit_multiple[2];  // per Compute: units of a prepared row are padded with zeros to a multiple; 1: rows, else AMX's tiles
   int32_t direct_tokens[2];  // per Compute: up to this M the `direct` kernels are the faster ones
   int64_t scratch_bytes;    // what `tiled` and `backward` need
 
@@ -56,11 +58,13 @@ struct LinearKernels {
   void (*tiled)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
                 const void* units, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch);
 
-  // grad_output (tokens, rows) -> units (tokens, rows rounded up to whole units), where `backward` can't read it as it is.
-  void (*prepare_grad)(const void* grad_output, DType dtype, int64_t tokens, int64_t rows, Compute compute, void* units);
+  // matrix (tokens, columns) of `dtype` -> units of tokens [begin, end), for `backward`: rows of whole units, zeros past the last
+  // column, or AMX's tiles (`begin` a multiple of 16). Up to kLinearTokens tokens.
+  void (*prepare_rows)(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin, int64_t end,
+                       void* units);
 
   // output[:, group_begin * group : group_end * group] = grad (tokens, N) @ weight, for up to kLinearTokens tokens.
-  // grad: units with rows `grad_stride` units apart, an odd N padded with zero for bf16 pairs.
+  // grad: prepare_rows' units, or with unit_multiple 1 whatever lies as it would, rows `grad_stride` units apart.
   void (*backward)(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& layout,
                    Compute compute, const void* grad, int64_t grad_stride, int64_t tokens, const LowRank* low_rank,
                    const LinearOutput& output, void* scratch);
@@ -75,7 +79,7 @@ struct LinearKernels {
 };
 
 // Rows of the largest micro-kernel: up to so many less one past the last are multiplied, and not stored.
-inline constexpr int64_t kMostTileRows = 48;
+inline constexpr int64_t kMostTileRows = 32;
 
 // Tokens handled at once: 512 x 192 partial sums fit L2, and decoding a weight costs under 1 % of 512 multiplications.
 inline constexpr int64_t kLinearTokens = 512;

@@ -11,6 +11,34 @@ namespace {
 
 inline int64_t padded_features(const RowLayout& l) { return round_up(l.in_features, kGroup); }
 
+// Whether products run on AMX tiles (linear_amx.h). fp32 has no tile product.
+template <class Product>
+#if defined(HALFBYTE_TILES)
+constexpr bool kOnTiles = Product::kUnitElements > 1;
+#else
+constexpr bool kOnTiles = false;
+#endif
+
+// Units of K in a panel of decoded weights (linear_kernel.h).
+template <class Product>
+constexpr int64_t kPanelUnits = kOnTiles<Product> ? 128 : 256;
+
+// Where unit `unit` of strip `strip` lies in an operand of tiles: 16 x 16 units each, contiguous, in the order strip by strip
+// within the units of every panel, so that what meets a panel is one run of memory. (Strips of whole rows would lie 128 KiB
+// apart at K = 4096, in the same sets of L2.) `units` is a multiple of 16.
+template <class Product>
+inline int64_t tile_at(int64_t units, int64_t strips, int64_t strip, int64_t unit) {
+  constexpr int64_t kUnits = kPanelUnits<Product>;
+  const int64_t first = unit / kUnits * kUnits, count = kUnits < units - first ? kUnits : units - first;
+  return (first * strips + strip * count + unit - first) * kLanes;
+}
+
+inline int64_t strips_of(int64_t tokens) { return (tokens + kLanes - 1) / kLanes; }
+
+// Units of a prepared row are padded with zeros to a multiple of this.
+template <class Product>
+constexpr int64_t kUnitMultiple = kOnTiles<Product> ? kLanes : 1;
+
 // One element of a unit.
 template <class Product>
 struct UnitElement {
@@ -76,13 +104,21 @@ void pack_direct(const T* input, int64_t tokens, const RowLayout& l, void* units
     for (int64_t m = 0; m < tokens; ++m, out += kGroup) order_group<Product, codes>(input + m * K + start, K - start, out);
 }
 
-// Tiles of tokens: as many vectors as the micro-kernel can hold, fewer at the end.
+// Tiles of tokens: as many vectors as the micro-kernel can hold, fewer at the end; one where AMX's tiles take them.
+template <class Product>
 constexpr int tile_vectors(int64_t tokens_left) {
+  if (kOnTiles<Product>) return 1;
   if (kTileVectors == 4 && tokens_left > 3 * kLanes) return 4;
   return tokens_left > kLanes ? 2 : 1;
 }
 
 inline int64_t tile_start(int64_t tile) { return tile * kTileVectors * kLanes; }
+
+// Where unit `unit` of the tile of `width` tokens from m0 on lies: rows of `width` units, tile after tile.
+template <class Product>
+inline int64_t unit_at(int64_t units, int64_t tokens, int64_t m0, int64_t width, int64_t unit) {
+  return kOnTiles<Product> ? tile_at<Product>(units, strips_of(tokens), m0 / kLanes, unit) : m0 * units + unit * width;
+}
 
 // (tokens, K) -> for each tile (padded K in units, tokens of the tile), in decode order. Tiles are counted in full ones; the
 // last may be split into narrower ones.
@@ -95,9 +131,10 @@ void pack_tiled(const T* input, int64_t tokens, const RowLayout& l, int64_t tile
   const int64_t end = tile_start(tile_end) < tokens ? tile_start(tile_end) : tokens;
   alignas(64) float ordered[kLanes * kOrderedStride];
   for (int64_t m0 = tile_start(tile_begin); m0 < end;) {
-    const int width = tile_vectors(tokens - m0) * kLanes;
-    float* tile = static_cast<float*>(units) + m0 * padded / Product::kUnitElements;
-    for (int64_t start = 0; start < K; start += kGroup, tile += kGroupUnits * width) {
+    const int width = tile_vectors<Product>(tokens - m0) * kLanes;
+    for (int64_t start = 0; start < K; start += kGroup) {
+      float* tile = static_cast<float*>(units) +
+                    unit_at<Product>(padded / Product::kUnitElements, tokens, m0, width, start / Product::kUnitElements);
       for (int m = 0; m < width; m += kLanes) {
         for (int i = 0; i < kLanes; ++i) {
           float* row = ordered + i * kOrderedStride;
@@ -111,14 +148,28 @@ void pack_tiled(const T* input, int64_t tokens, const RowLayout& l, int64_t tile
   }
 }
 
-// (tokens, rows) -> (tokens, rows rounded up to whole units), order kept.
+// (tokens, columns) -> units of tokens [begin, end), zeros past the last column: rows of whole units, or tiles of 16 tokens
+// (`begin` is a multiple of it). Order kept.
 template <class Product, class T>
-void pack_grad(const T* grad, int64_t tokens, int64_t rows, void* units) {
+void pack_rows(const T* matrix, int64_t tokens, int64_t columns, int64_t begin, int64_t end, void* units) {
   using E = typename UnitElement<Product>::Type;
-  E* out = static_cast<E*>(units);
-  for (int64_t m = 0; m < tokens; ++m, grad += rows) {
-    for (int64_t n = 0; n < rows; ++n) convert(*out++, grad[n]);
-    if (rows % Product::kUnitElements) convert(*out++, 0.0f);
+  constexpr int64_t kElements = Product::kUnitElements;
+  const int64_t row_units = round_up((columns + kElements - 1) / kElements, kUnitMultiple<Product>);
+  constexpr int64_t kRun = kLanes * kElements;  // elements of a row in one tile
+  for (int64_t m = begin; m < end; ++m) {
+    const T* row = matrix + m * columns;
+    const auto copy = [&](int64_t first, int64_t count, E* out) {
+      const int64_t given = columns - first < count ? columns - first : count;
+      for (int64_t i = 0; i < given; ++i) convert(out[i], row[first + i]);
+      for (int64_t i = given; i < count; ++i) convert(out[i], 0.0f);
+    };
+    if constexpr (kOnTiles<Product>) {
+      float* tile = static_cast<float*>(units) + m % kLanes * kLanes;
+      for (int64_t u = 0; u < row_units; u += kLanes)
+        copy(u * kElements, kRun, reinterpret_cast<E*>(tile + tile_at<Product>(row_units, strips_of(tokens), m / kLanes, u)));
+    } else {
+      copy(0, row_units * kElements, static_cast<E*>(units) + m * row_units * kElements);
+    }
   }
 }
 
@@ -136,14 +187,15 @@ template <class Product, class T>
 void pack_low_rank_tiled(const T* matrix, int64_t tokens, int64_t rank, float factor, void* units) {
   using E = typename UnitElement<Product>::Type;
   constexpr int kElements = Product::kUnitElements;
-  const int64_t padded = round_up(rank, kElements);
-  E* out = static_cast<E*>(units);
+  const int64_t row_units = round_up((rank + kElements - 1) / kElements, kUnitMultiple<Product>);
   for (int64_t m0 = 0; m0 < tokens;) {
-    const int width = tile_vectors(tokens - m0) * kLanes;
-    for (int64_t u = 0; u < padded; u += kElements) {
+    const int width = tile_vectors<Product>(tokens - m0) * kLanes;
+    for (int64_t u = 0; u < row_units; ++u) {
+      E* out = reinterpret_cast<E*>(static_cast<float*>(units) + unit_at<Product>(row_units, tokens, m0, width, u));
       for (int m = 0; m < width; ++m) {
         for (int e = 0; e < kElements; ++e, ++out) {
-          if (m0 + m < tokens && u + e < rank) convert(*out, to_float(matrix[(m0 + m) * rank + u + e]) * factor);
+          const int64_t r = u * kElements + e;
+          if (m0 + m < tokens && r < rank) convert(*out, to_float(matrix[(m0 + m) * rank + r]) * factor);
           else convert(*out, 0.0f);
         }
       }

@@ -25,6 +25,7 @@ inline int64_t scales_at(const RowLayout& l, int64_t start) {
 // Decoded scales of up to kStretch elements from element `start`, a multiple of 32 with whole blocks before it or inside
 // one block.
 struct BlockScales {
+  static constexpr bool kWholeRow = false;  // load() says of which elements
   float value[kStretch / 32 + 4];  // 4 more, zero: vector loads may look past the last block
   int32_t first;                   // 32-element steps from the start of value[0]'s block to `start`
   int32_t shift;                   // log2(block_size / 32)
@@ -62,6 +63,7 @@ struct BlockScales {
 
 // The one scale of a row of 8-bit codes.
 struct RowScale {
+  static constexpr bool kWholeRow = true;
   float value;
 
   void load(const uint8_t* row, const RowLayout& l, int64_t, int64_t) {

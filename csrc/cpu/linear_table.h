@@ -95,8 +95,9 @@ inline void with_operand(Compute compute, const void* matrix, DType dtype, const
   });
 }
 
-void linear_prepare_grad(const void* grad, DType dtype, int64_t tokens, int64_t rows, Compute compute, void* units) {
-  with_operand(compute, grad, dtype, [&]<class P, class T>(P, const T* g) { pack_grad<P>(g, tokens, rows, units); });
+void linear_prepare_rows(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin, int64_t end,
+                         void* units) {
+  with_operand(compute, matrix, dtype, [&]<class P, class T>(P, const T* x) { pack_rows<P>(x, tokens, columns, begin, end, units); });
 }
 
 void linear_prepare_low_rank(const void* matrix, DType dtype, int64_t rows, int64_t columns, float factor, Compute compute,
@@ -114,7 +115,8 @@ void linear_prepare_low_rank_tiled(const void* matrix, DType dtype, int64_t toke
 }
 
 constexpr LinearKernels linear_kernels() {
-  constexpr int64_t forward = kPanelRows * (kPanelStride + kSumsStride);
+  static_assert(Layout<Float32>::kPanelStride >= Layout<BFloat16Pairs>::kPanelStride);
+  constexpr int64_t forward = kPanelRows * (Layout<Float32>::kPanelStride + kSumsStride);
   constexpr int64_t reverse = kBackwardMany.panel_floats() + kLinearTokens * kBackwardMany.sums_stride();
   static_assert(kBackwardFew.panel_floats() + kFewTokens * kBackwardFew.sums_stride() <= reverse);
   LinearKernels k{};
@@ -122,14 +124,18 @@ constexpr LinearKernels linear_kernels() {
   k.group = kGroup;
   k.lanes = kLanes;
   k.tile_tokens = kTileVectors * kLanes;
+  k.block_rows[0] = Layout<Float32>::kBlockRows;
+  k.block_rows[1] = Layout<BFloat16Pairs>::kBlockRows;
+  k.unit_multiple[0] = kUnitMultiple<Float32>;
+  k.unit_multiple[1] = kUnitMultiple<BFloat16Pairs>;
   k.direct_tokens[0] = kDirectTokens[0];
-  k.direct_tokens[1] = kDirectTokens[1];
+  k.direct_tokens[1] = kOnTiles<BFloat16Pairs> ? 4 : kDirectTokens[1];  // tiles multiply 16 tokens in the time of 5
   k.scratch_bytes = 4 * (forward > reverse ? forward : reverse);
   k.prepare_direct = linear_prepare_direct;
   k.direct = linear_direct;
   k.prepare_tiled = linear_prepare_tiled;
   k.tiled = linear_tiled;
-  k.prepare_grad = linear_prepare_grad;
+  k.prepare_rows = linear_prepare_rows;
   k.backward = linear_backward;
   k.prepare_low_rank = linear_prepare_low_rank;
   k.prepare_low_rank_tiled = linear_prepare_low_rank_tiled;
