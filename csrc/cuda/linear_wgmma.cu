@@ -22,7 +22,6 @@
 // So shared memory and L2 come before the tensor cores, by about a quarter at 256 rows;
 // a cluster of CTAs that share their input (a multicast) would lift the second.
 #include "linear_fragments.h"
-#include "linear_route.h"
 #include "wgmma.h"
 
 namespace halfbyte::cuda {
@@ -44,17 +43,9 @@ struct Shared {
   static_assert(kInput % kSwizzledPattern == 0 && kBytes <= 227 * 1024 && Tokens * kTurnedPitch * 4 <= kTableAt);
 };
 
-struct WgmmaArgs {
-  const void* input;      // (M, K) of T, 16-byte aligned rows
-  const uint8_t* packed;  // (N, row_bytes), 16-byte aligned
-  SumTarget target;       // one split
-  float* partial;         // (splits, M, N): several
-  RowLayout layout;
-  int M, token_tiles, tile_tokens;
-  uint32_t N;
-  int chunks, chunks_per_split;
-  int block_shift;        // log2 of chunks a block
-  Codebook16 codebook;
+// Rows of input and of packed are 16-byte aligned.
+struct WgmmaArgs : ProductArgs {
+  int token_tiles, tile_tokens;
 };
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(HALFBYTE_EMULATE_CUDA)
@@ -99,7 +90,7 @@ struct StageFill {
     input_at = token * int(kSwizzledRow) + (unit ^ (token % 8)) * 16;
     const auto row_of = [&](int r) {
       const uint32_t n = first_row + uint32_t(r);
-      return a.packed + int64_t(n < a.N ? n : a.N - 1) * a.layout.row_bytes;
+      return a.packed + int64_t(n < uint32_t(a.N) ? n : uint32_t(a.N) - 1) * a.layout.row_bytes;
     };
     const int row = thread / 2, half = thread % 2;
     codes = kept(row_of(row) + half * 16);
@@ -143,7 +134,7 @@ struct Decoder {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const uint32_t n = first_row + uint32_t(row + 8 * i);
-        const uint8_t* constants = a.packed + int64_t(n < a.N ? n : a.N - 1) * a.layout.row_bytes + a.layout.scales_offset;
+        const uint8_t* constants = a.packed + int64_t(n < uint32_t(a.N) ? n : uint32_t(a.N) - 1) * a.layout.row_bytes + a.layout.scales_offset;
         step[i] = *reinterpret_cast<const float*>(constants);
         low[i] = *reinterpret_cast<const float*>(constants + 4);
       }
@@ -181,8 +172,7 @@ __device__ inline void multiply(const WgmmaArgs& a) {
   const int first_token = int(blockIdx.x) % a.token_tiles * a.tile_tokens;
   const int tokens = a.M - first_token < a.tile_tokens ? a.M - first_token : a.tile_tokens;
   const uint32_t first_row = blockIdx.x / uint32_t(a.token_tiles) * uint32_t(kWgmmaRows);
-  const int begin = int(blockIdx.y) * a.chunks_per_split;
-  const int end = begin + a.chunks_per_split < a.chunks ? begin + a.chunks_per_split : a.chunks;
+  const int begin = a.begin(), end = a.end();
 
   const StageFill<T, DQ, Tokens> fill(a, first_token, tokens, first_row);
 #pragma unroll
@@ -229,15 +219,11 @@ __device__ inline void multiply(const WgmmaArgs& a) {
   __syncthreads();
   const int r = int(threadIdx.x) % int(kWgmmaRows);
   const uint32_t n = first_row + uint32_t(r);
-  if (n >= a.N) return;
+  if (n >= uint32_t(a.N)) return;
   for (int token = int(threadIdx.x) / int(kWgmmaRows); token < tokens; token += kThreads / int(kWgmmaRows)) {
     const float sum = turned[token * kTurnedPitch + r];
     const int m = first_token + token;
-    if (gridDim.y == 1) {
-      store_sum<T>(a.target, m, n, sum);
-    } else {
-      a.partial[(int64_t(blockIdx.y) * a.M + m) * a.N + n] = sum;
-    }
+    leave_sum<T>(a, m, n, sum);
   }
 }
 
@@ -252,27 +238,12 @@ __global__ void __launch_bounds__(kThreads, 1) linear_wgmma_kernel(const WgmmaAr
 #endif
 }
 
-using Kernel = void (*)(WgmmaArgs);
-struct Choice {
-  Kernel kernel;
-  size_t shared_bytes;
-};
-
 template <class T, bool DQ>
-Choice choose(int tokens) {
+KernelChoice<WgmmaArgs> choose(int tokens) {
   if (tokens <= 64) return {linear_wgmma_kernel<T, DQ, 64>, Shared<64>::kBytes};
   if (tokens <= 128) return {linear_wgmma_kernel<T, DQ, 128>, Shared<128>::kBytes};
   if (tokens <= 192) return {linear_wgmma_kernel<T, DQ, 192>, Shared<192>::kBytes};
   return {linear_wgmma_kernel<T, DQ, 256>, Shared<256>::kBytes};
-}
-
-template <class T>
-cudaError_t launch_as(const WgmmaArgs& args, int64_t splits, cudaStream_t stream) {
-  const int64_t tiles = (args.N + kWgmmaRows - 1) / kWgmmaRows * args.token_tiles;
-  const bool dq = is_double_quantized(args.layout.format);
-  const Choice chosen = dq ? choose<T, true>(args.tile_tokens) : choose<T, false>(args.tile_tokens);
-  const cudaError_t error = launch(chosen.kernel, unsigned(tiles), unsigned(splits), kThreads, chosen.shared_bytes, stream, args);
-  return error != cudaSuccess || splits == 1 ? error : add_splits<T>(args.target, args.partial, args.M, splits, stream);
 }
 
 }  // namespace
@@ -288,21 +259,11 @@ bool linear_wgmma_available() {
 int64_t linear_wgmma_splits(int64_t N, int64_t K) { return wgmma_splits(N, K, multiprocessors()); }
 
 cudaError_t launch_linear_wgmma(const PackedProduct& p, cudaStream_t stream) {
-  WgmmaArgs args{};
-  args.input = p.input;
-  args.packed = p.packed;
-  args.target = sum_target(p, p.N);
-  args.partial = p.partial;
-  args.layout = p.layout;
-  args.M = int(p.M);
-  args.token_tiles = int((p.M + kWgmmaTokens - 1) / kWgmmaTokens);
-  args.tile_tokens = int((p.M + args.token_tiles - 1) / args.token_tiles);
-  args.N = uint32_t(p.N);
-  args.chunks = int(p.layout.in_features / kSmallChunk);
-  args.chunks_per_split = int((args.chunks + p.splits - 1) / p.splits);
-  while (kSmallChunk << args.block_shift < p.layout.block_size) ++args.block_shift;
-  args.codebook = codebook_of(p.layout);
-  return p.dtype == DType::kBFloat16 ? launch_as<BFloat16>(args, p.splits, stream) : launch_as<Float16>(args, p.splits, stream);
+  const int64_t token_tiles = (p.M + kWgmmaTokens - 1) / kWgmmaTokens, tile_tokens = (p.M + token_tiles - 1) / token_tiles;
+  const WgmmaArgs args{linear_args(p), int(token_tiles), int(tile_tokens)};
+  const cudaError_t error = launch_splits(p, args, (p.N + kWgmmaRows - 1) / kWgmmaRows * token_tiles, kThreads, stream,
+                                          [&]<class T, bool DQ>() { return choose<T, DQ>(args.tile_tokens); });
+  return error != cudaSuccess ? error : add_splits(p, args, stream);
 }
 
 }  // namespace halfbyte::cuda
