@@ -186,7 +186,7 @@ int64_t linear_backward_small_splits(int64_t N, int64_t K) { return backward_spl
 int64_t linear_backward_tiled_splits(int64_t N, int64_t K) { return backward_splits(N, K, multiprocessors(), 1); }
 
 cudaError_t launch_linear_backward(const PackedProduct& p, cudaStream_t stream) {
-  static_assert(kBackwardM <= kShare * 8 * kGroupColumns);
+  static_assert(kBackwardMost <= kShare * 8 * kGroupColumns);
   const int64_t columns = p.layout.in_features;
   const BackwardArgs args{product_args(p, columns, p.N, kBackwardRows, 1), p.M <= 32 ? 1 : p.M <= 64 ? 2 : 4};
   const cudaError_t error = launch_splits(p, args, (columns + kBackwardColumns - 1) / kBackwardColumns, kThreads, stream,
