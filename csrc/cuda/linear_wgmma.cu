@@ -1,6 +1,6 @@
-// linear for 65..256 rows of bf16 or fp16 input on compute capability 9.0 (linear_route.h: kWgmmaM), by wgmma_pipeline.h: an output
-// is a row of packed. (Scales on the sums, as in linear_tiled.cu, would need sums per block: 64 x 256 of them are 128 registers a
-// thread already.)
+// linear for 65..256 rows of bf16 or fp16 input on compute capability 9.0 (linear_route.h: kWgmmaM), by wgmma_pipeline.h: an
+// output is a row of packed. (Scales on the sums, as in linear_tiled.cu, would need sums per block: 64 x 256 of them are 128
+// registers a thread already.)
 //
 // Lane 4 g + t needs byte t of every word of codes of its rows g and g + 8: four lanes read the same 16 bytes, in one access.
 //
@@ -9,7 +9,7 @@
 //   shared memory   548   740   1124    256 of look-ups (8 bytes for 2 weights), 64 of codes, 128 / 256 / 512 of B, read by both
 //                                       warpgroups, 100 / 164 / 292 of writing input, codes and scales
 //   L2              449   737   1311    12.5, 20.5, 36.5 KB at 28.5 bytes: 112 multiprocessors and an assumed 5.6 TB/s
-//   issue slots     340   385    486    instructions of two warps (benchmarks/sass_counts.py)
+//   issue slots     347   392    469    instructions of two warps (benchmarks/sass_counts.py)
 // So shared memory and L2 come before the tensor cores, by about a quarter at 256 rows;
 // a cluster of CTAs that share their input (a multicast) would lift the second.
 #include "wgmma_pipeline.h"
@@ -17,8 +17,8 @@
 namespace halfbyte::cuda {
 namespace {
 
-// Codes of a stage: 32 bytes of each of 128 rows of packed; scales: a word of each. Rows past N repeat the last one; their sums are
-// not stored.
+// Codes of a stage: 32 bytes of each of 128 rows of packed; scales: a word of each. Rows past N repeat the last one; their sums
+// are not stored.
 template <class T, bool DQ>
 class RowWeights {
  public:

@@ -2,19 +2,19 @@
 //
 //   D^T = W X^T; a CTA: 128 outputs (2 warpgroups x 64) x up to 256 rows of input x a range of the reduction (one split)
 //
-// Weights become the A operand in registers, all rows of input are B in shared memory. Every weight is read and decoded once a
-// CTA, by the lane whose fragment it belongs to, and is then what dequantize gives: codebook value times scale in fp32, rounded
-// once. A stage of the ring is one step of 64 elements of the reduction: input in the swizzled layout of wgmma.h, 4 KB of codes
-// and their scales, all by `cp.async`. Weights of the next step are decoded while wgmma multiplies this one; fragments of two
-// steps are kept, so that a group of 4 wgmma is always running:
+// Weights become the A operand in registers, all rows of input are B in shared memory. Every weight is read and decoded once
+// a CTA, by the lane whose fragment it belongs to, and is then what dequantize gives: codebook value times scale in fp32,
+// rounded once. A stage of the ring is one step of 64 elements of the reduction: input in the swizzled layout of wgmma.h, 4 KB of
+// codes and their scales, all by `cp.async`. Weights of the next step are decoded while wgmma multiplies this one; fragments of
+// two steps are kept, so that a group of 4 wgmma is always running:
 //
 //   wgmma step s | wait for step s - 1 | stage s + 1 is there, stage s - 1 is free: fill it | decode s + 1 | wgmma step s + 1 ...
 //
-// What differs is a class of weights, for a lane's part of 128 x 64 of them:
+// What differs is a class Weights<T, DQ>, a lane's part of 128 x 64 weights:
 //   kScaleBytes                          of scales in a stage, a multiple of 16
 //   Weights(args, first)                 of outputs first .. first + 127
 //   fill(args, codes, scales, step)      the calling thread's copies into a stage
-//   decode(args, table, codes, scales, step, w)   A operands of a stage
+//   decode(args, table, codes, scales, step, w)  A operands of a stage
 //   place(output)                        the row of D^T that has it
 #pragma once
 
@@ -29,7 +29,7 @@ constexpr int kPairs = 256 * 16;                               // entries of the
 constexpr int kTurnedPitch = int(kWgmmaRows) + 4;              // keeps the lanes' 4 t x 8 g apart
 static_assert(kWgmmaRows == kWgmmaThreads / 2 && kSwizzledRow == kSmallChunk * 2);
 
-// Shared memory, from a multiple of 1024 bytes on: the ring's input, its codes, its scales, the table. Sums leave through the ring.
+// Shared memory, from a multiple of 1024 bytes on: the ring's input, its codes, its scales, the table. Sums leave by the ring.
 template <int Tokens, int ScaleBytes>
 struct WgmmaShared {
   static constexpr int kSlots = Tokens <= 128 ? 8 : Tokens <= 192 ? 6 : 5;
@@ -71,7 +71,7 @@ __device__ inline uint32_t packed_pair(float first, float second) {
   return bits;
 }
 
-// A thread's share of filling a stage with input: one 16-byte unit of every 32nd row. What does not exist is filled with zeros.
+// A thread's share of filling a stage with input: one 16-byte unit of every 32nd row. What does not exist becomes zeros.
 template <class T, int Tokens>
 struct InputFill {
   const T* input;
@@ -127,7 +127,9 @@ __device__ inline void multiply_packed(const WgmmaArgs& a) {
   uint32_t even[kChunkSteps][4] = {}, odd[kChunkSteps][4] = {};
   const uint64_t input = swizzled_descriptor(shared_address(shared));
   int slot = 0;  // of the step at hand
-  const auto decode = [&](int s, uint32_t (&w)[kChunkSteps][4]) { weights.decode(a, lookup, codes_of(slot), scales_of(slot), s, w); };
+  const auto decode = [&](int s, uint32_t (&w)[kChunkSteps][4]) {
+    weights.decode(a, lookup, codes_of(slot), scales_of(slot), s, w);
+  };
   // Multiplies step s, whose weights are `now`, and decodes the one after it into `next`.
   const auto step = [&](int s, uint32_t (&now)[kChunkSteps][4], uint32_t (&next)[kChunkSteps][4]) {
     wgmma_fence(sums, now);
@@ -182,7 +184,8 @@ __global__ void __launch_bounds__(kWgmmaThreads, 1) wgmma_kernel(const WgmmaArgs
 }
 
 template <template <class, bool> class Weights, class T, bool DQ, int Tokens>
-constexpr KernelChoice<WgmmaArgs> kWgmma{wgmma_kernel<Weights, T, DQ, Tokens>, WgmmaShared<Tokens, Weights<T, DQ>::kScaleBytes>::kBytes};
+constexpr KernelChoice<WgmmaArgs> kWgmma{wgmma_kernel<Weights, T, DQ, Tokens>,
+                                         WgmmaShared<Tokens, Weights<T, DQ>::kScaleBytes>::kBytes};
 
 template <template <class, bool> class Weights, class T, bool DQ>
 KernelChoice<WgmmaArgs> choose_wgmma(int tokens) {

@@ -224,7 +224,8 @@ inline void load_matrices_transposed(const void* row, uint32_t (&d)[4]) {
   emulator::syncwarp();
   for (unsigned i = 0; i < 4; ++i) {
     uint16_t pair[2];
-    for (unsigned r = 0; r < 2; ++r) memcpy(&pair[r], static_cast<char*>(emulator::warp_slot(8 * i + lane % 4 * 2 + r)) + lane / 4 * 2, 2);
+    for (unsigned r = 0; r < 2; ++r)
+      memcpy(&pair[r], static_cast<char*>(emulator::warp_slot(8 * i + lane % 4 * 2 + r)) + lane / 4 * 2, 2);
     memcpy(&d[i], pair, 4);
   }
   emulator::syncwarp();

@@ -21,7 +21,14 @@ SCHEDULES = list(itertools.product((False, True), repeat=2))
 
 
 def packed_product(
-    emulated: Emulated, kernel: str, input: Tensor, packed: Tensor, fmt: Format, k: int, addend: Tensor | None = None, splits: int = 1
+    emulated: Emulated,
+    kernel: str,
+    input: Tensor,
+    packed: Tensor,
+    fmt: Format,
+    k: int,
+    addend: Tensor | None = None,
+    splits: int = 1,
 ) -> Tensor:
     """Of contiguous input with packed rows of k elements; an addend has 1 or 2 dimensions."""
     m, columns = input.shape[0], k if "backward" in kernel else packed.shape[0]
@@ -37,7 +44,7 @@ def packed_product(
 def check_product(y: Tensor, x: Tensor, w: Tensor, addend: Tensor | None, weights: float, tiny: float = 0.0) -> None:
     """y = x @ w + addend by float64, within what rounding allows.
 
-    Weights have a relative error of `weights` (and an absolute one of `tiny`), sums are made in fp32, the result is rounded once.
+    A weight's error is `weights` of it (and `tiny`), sums are made in fp32, the result is rounded once.
     """
     w, added = w.double(), torch.zeros(1, dtype=torch.float64) if addend is None else addend.double()
     exact, magnitude = x.double() @ w + added, x.double().abs() @ w.abs() + added.abs()

@@ -1,4 +1,4 @@
-"""The wgmma kernel of linear_backward_input, run on the CPU: emulated warpgroup products, matrix loads, asynchronous copies."""
+"""The wgmma kernel of linear_backward_input, run on the CPU: emulated warpgroup products, matrix loads and copies."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def check(dx: Tensor, grad: Tensor, packed: Tensor, fmt: Format, addend: Tensor 
 def test_values(emulated: Any, name: str, dtype: torch.dtype) -> None:
     fmt = Format.parse(name)
     generator = torch.Generator().manual_seed(0)
-    # Every kernel (64, 128, 192, 256 rows of gradients), full and not; less than a step, one, fewer than the ring has slots, more, the
-    # last one ragged or not; half a unit of 32 columns, a ragged tile, two tiles.
+    # Every kernel (64, 128, 192, 256 rows of gradients), full and not; less than a step, one, fewer than the ring has slots,
+    # more, the last one ragged or not; half a unit of 32 columns, a ragged tile, two tiles.
     for m, n, k in [(65, 64, 272), (64, 712, 48), (128, 640, 128), (150, 8, 16), (193, 456, 80), (256, 384, 144)]:
         grad = torch.randn(m, n, generator=generator).to(dtype)
         packed = halfbyte.quantize(torch.randn(n, k, generator=generator), fmt)
@@ -84,7 +84,7 @@ def test_a_row_does_not_depend_on_its_batch(emulated: Any) -> None:
 
 
 def test_nothing_invalid_leaves_its_place(emulated: Any) -> None:
-    """A block's columns, a gradient's row; rows of packed past N are 0, also where the last one's scale is infinite in fp16."""
+    """A block's columns, a gradient's row; an infinite weight (in fp16) in the last row of packed meets its own only."""
     fmt = Format.parse("nf4")
     weight, grad = torch.randn(24, 192), torch.rand(66, 24).half() + 1
     weight[3, 70], grad[5, 20] = float("inf"), float("nan")
@@ -101,7 +101,8 @@ def test_rows_at_addresses_of_16(emulated: Any) -> None:
     rows = aligned(packed.numel(), 16).view_as(packed).copy_(packed)
     at = aligned(grad.numel() * 2, 16).view(torch.bfloat16).view_as(grad).copy_(grad)
     assert torch.equal(run(emulated, at, rows, fmt, k), run(emulated, grad, packed, fmt, k))
-    for wrong in ((grad, aligned(packed.numel(), 8).view_as(packed).copy_(packed)), (grad[:, :100].contiguous(), packed[:100])):
+    off = aligned(packed.numel(), 8).view_as(packed).copy_(packed)
+    for wrong in ((grad, off), (grad[:, :100].contiguous(), packed[:100])):
         with pytest.raises(RuntimeError, match="716"):  # cudaErrorMisalignedAddress: what the route keeps away
             run(emulated, *wrong, fmt, k)
 

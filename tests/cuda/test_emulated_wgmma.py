@@ -72,6 +72,13 @@ def test_addresses_are_those_of_the_canonical_layouts(emulated: Any, mode: int, 
         assert address(emulated, descriptor ^ 1 << 16, 0, 8) != address(emulated, descriptor, 0, 8)
 
 
+def test_matrices_loaded_transposed_are_what_a_tensor_core_takes(emulated: Any) -> None:
+    """As Triton and others use ldmatrix.x4.trans for row-major B: registers 2 i and 2 i + 1 are columns 8 i .. 8 i + 7."""
+    a, b, d = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16(), torch.zeros(16, 16)
+    emulated.call("emulated_row_major_product", a, b, d)
+    torch.testing.assert_close(d.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+
+
 FENCE = "    fence_async_proxy();\n"
 ARRIVED = "    __syncthreads();  // stage s + 1 has arrived, stage s - 1 has been read by everyone\n"
 FILL = "    fill(before, s + S::kSlots - 1);\n"
@@ -115,11 +122,11 @@ BACKWARD_FAULTS = {
     "nibbles not interleaved": ("(one & 0xF0F0F0F0u) | ((two >> 4) & 0x0F0F0F0Fu)", "one"),
     "rows in the wrong order": ("low, high, 0x5410)", "low, high, 0x4510)"),
     "one scale for two rows": ("mul_rn(pair.y, scale.y)", "mul_rn(pair.y, scale.x)"),
-    "another unit's scales": ("mine * kPitch + lane % 4 * 2", "lane % 4 * 2"),
+    "another unit's scales": ("mine * kPitch)", "(3 - mine) * kPitch)"),
     "another block's byte": ("(first + uint32_t(32 * mine)) >> a.block_shift) % 4", "first >> a.block_shift) % 4"),
-    "columns where they are not": ("64 * warpgroup + 16 * warp + 8 * (output % 2) + g", "output"),
-    "scales of the first step": ("scales_ + ahead, there)", "scales_, there)"),
-    "constants of the first step": ("step * kSmallChunk + row_ : 0) * a.layout.row_bytes", "row_ : 0) * a.layout.row_bytes"),
+    "columns where they are not": ("8 * (output % 2) + g", "8 * (1 - output % 2) + g"),
+    "scales of the first step": ("scales_ + ahead, within", "scales_, within"),
+    "step and low exchanged": ("step.y, low.y", "low.y, step.y"),
     "half of a lane's rows": ("from_ + half * 32 * kRow", "from_"),
 }
 
@@ -135,7 +142,8 @@ def test_every_seeded_fault_shows(emulated: Any, kernel: str, fault: str, tmp_pa
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "cuda").symlink_to(HERE)
     source = f"linear_{kernel.replace(' ', '_')}.cu"
-    texts = {path: path.read_text() for path in (tmp_path / "csrc/cuda" / name for name in (source, "wgmma_pipeline.h", "wgmma.h"))}
+    paths = [tmp_path / "csrc/cuda" / name for name in (source, "wgmma_pipeline.h", "wgmma.h")]
+    texts = {path: path.read_text() for path in paths}
     assert sum(text.count(right) for text in texts.values()) == 1
     for path, text in texts.items():
         path.write_text(text.replace(right, wrong))
@@ -145,18 +153,20 @@ def test_every_seeded_fault_shows(emulated: Any, kernel: str, fault: str, tmp_pa
     others = [path for path in objects if path.name != changed.name]
     faulty = Emulated(linked([changed, *others], tmp_path / "faulty.so"))
     generator = torch.Generator().manual_seed(0)
-    if kernel == "wgmma":
-        fmt, m, n, k = Format.parse("nf4"), 200, 130, 1088
-    else:  # a last step of 56 rows; blocks of which a tile has several
-        fmt, m, n, k = Format.parse("nf4-dq:32"), 200, 1080, 144
-    x = torch.randn(m, n if "backward" in kernel else k, generator=generator).bfloat16()
-    packed = halfbyte.quantize(torch.randn(n, k, generator=generator), fmt)
-    holding = check_backward if "backward" in kernel else check
+    # Of the backward a last step of 56 rows, and blocks of which a tile has several.
+    sizes, names, holding = ((1088, 130, 1088), ["nf4"], check)
+    if kernel == "backward wgmma":
+        sizes, names, holding = ((1080, 1080, 144), ["nf4:32", "nf4-dq:32"], check_backward)
+    reduction, n, k = sizes
+    x = torch.randn(200, reduction, generator=generator).bfloat16()
+    weight = torch.randn(n, k, generator=generator)
+    problems = [(halfbyte.quantize(weight, name), Format.parse(name)) for name in names]
 
     def holds(kernels: Emulated, reverse: bool, late: bool) -> bool:
         with scheduled(kernels, reverse, late):
             try:
-                holding(packed_product(kernels, kernel, x, packed, fmt, k), x, packed, fmt)
+                for packed, fmt in problems:
+                    holding(packed_product(kernels, kernel, x, packed, fmt, k), x, packed, fmt)
             except (AssertionError, RuntimeError):
                 return False
         return True
