@@ -1,9 +1,9 @@
 // What the fronts of linear and lora_linear share on CUDA.
 //
 // linear_route.h chooses: a kernel multiplies packed rows as they are, up to kWgmmaM or kTiledM rows of input (kBackwardWgmmaM or
-// kBackwardM in backward); otherwise the weight is decoded by one launch into a buffer of torch's caching allocator and multiplied by aten. The
-// buffer lives for the call only: a workspace kept between calls would be written by one stream while another still reads it, and
-// would dangle in a captured graph.
+// kBackwardM in backward); otherwise the weight is decoded by one launch into a buffer of torch's caching allocator and multiplied
+// by aten. The buffer lives for the call only: a workspace kept between calls would be written by one stream while another still
+// reads it, and would dangle in a captured graph.
 #pragma once
 
 #include <cstdlib>
