@@ -49,7 +49,8 @@ COMMON_FLAGS = ["-std=c++20", "-O3", "-Icsrc"]
 HOST_FLAGS = ["-fPIC", "-fvisibility=hidden", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
 CXX_FLAGS = [*HOST_FLAGS, "-fvisibility-inlines-hidden"]
 NVCC_FLAGS = ["-fmad=false", "-Xcompiler=" + ",".join(HOST_FLAGS), "-Werror=all-warnings", "-Xfatbin=-compress-all"]
-WGMMA_FILES = {"linear_wgmma"}  # of csrc/cuda: instructions of sm_90a, which other architectures' code must not carry
+# Of csrc/cuda: instructions of sm_90a, which other architectures' code must not carry.
+WGMMA_FILES = {"linear_wgmma", "linear_backward_wgmma"}
 LINK_FLAGS = ["-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-Wl,-z,relro,-z,now", "-Wl,--as-needed"]
 NO_EXPORTS = "{ local: *; };\n"  # ops register themselves when the library is loaded; nobody looks up a symbol
 

@@ -6,6 +6,7 @@ With device cpu the plumbing runs without a GPU (`gpu_check.py --dry-run`), exce
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -188,7 +189,7 @@ def backward_of_every_route(device: torch.device) -> None:
         format = Format.parse(name)
         for n, k in ((4, 16), (36, 576), (largest, 1024), (1024, largest), (100, 100)):
             packed = halfbyte.quantize(torch.randn(n, k) * 0.05, format).to(device)
-            for m in (1, 8, 9, 16, 17, 33, 64, 65):
+            for m in (1, 8, 9, 16, 17, 33, 64, 65, 128, 129, 193, 256, 257):
                 for dtype in (torch.bfloat16, torch.float16, torch.float32):
                     grad = torch.randn(m, n, device=device).to(dtype)
                     dx = halfbyte.ops.linear_backward_input(grad, packed, format, k)
@@ -250,12 +251,14 @@ def linear_of_every_route(device: torch.device) -> None:
 
 @contextmanager
 def forced(route: str) -> Iterator[None]:
-    """linear by the route of that name (csrc/cuda/linear_route.h) whatever the number of rows of input; nothing on a CPU."""
-    os.environ["HALFBYTE_CUDA_LINEAR"] = route
+    """linear and its backward by the route of that name (csrc/cuda/linear_route.h) at any M; nothing on a CPU."""
+    variables = "HALFBYTE_CUDA_LINEAR", "HALFBYTE_CUDA_LINEAR_BACKWARD"
+    os.environ.update(dict.fromkeys(variables, route))
     try:
         yield
     finally:
-        del os.environ["HALFBYTE_CUDA_LINEAR"]
+        for variable in variables:
+            del os.environ[variable]
 
 
 def has_wgmma(device: torch.device) -> bool:
@@ -272,16 +275,45 @@ def has_wgmma(device: torch.device) -> bool:
     return True
 
 
+def routes_of(device: torch.device) -> list[str]:
+    """Routes for many rows of input. A CPU has one, whatever its name."""
+    if device.type == "cpu":
+        return ["dense"]
+    if has_wgmma(device):
+        return ["dense", "tiled", "wgmma"]
+    print("    (wgmma not run: needs a device of compute capability 9.0 and a build for it)")
+    return ["dense", "tiled"]
+
+
+@check
+def backward_of_each_forced_route(device: torch.device) -> None:
+    """Every kernel at numbers of rows that its route does not send it, and as lora_linear's."""
+    largest, tokens = (4096, (1, 16, 64, 65, 128, 129, 256, 257, 600)) if device.type == "cuda" else (136, (1, 65))
+    for route, name, m in itertools.product(routes_of(device), ("nf4", "fp4-dq", "nf4:32", "nf4:256"), tokens):
+        if route == "tiled" and m > 128:  # more than it can take
+            continue
+        for n, k in ((8, 16), (136, 304), (largest, 1024), (1000, largest)):
+            packed = halfbyte.quantize(torch.randn(n, k) * 0.05, name).to(device)
+            a, b = torch.zeros(4, k, device=device), torch.zeros(n, 4, device=device)
+            for dtype in (torch.bfloat16, torch.float16):
+                grad = torch.randn(m, n, device=device).to(dtype)
+                x = torch.zeros(m, k, device=device, dtype=dtype, requires_grad=True)
+                with forced(route):
+                    dx = halfbyte.ops.linear_backward_input(grad, packed, name, k)
+                y = halfbyte.ops.lora_linear(x, packed, None, a.to(dtype), b.to(dtype), 1.0, name, k)
+                with forced(route):
+                    (beside,) = torch.autograd.grad(y, x, grad)
+                for result in (dx, beside):
+                    assert backward_bound(grad, packed, k, result, name) <= 1, (route, name, n, k, m, dtype)
+
+
 @check
 def linear_of_each_forced_route(device: torch.device) -> None:
     """Every kernel at sizes that its route does not send it, and with an addend of each shape."""
-    largest, tokens, routes = 4096, (1, 16, 64, 65, 128, 129, 200, 256, 257, 384, 600), ["dense", "tiled", "wgmma"]
-    if device.type == "cpu":  # no route is another there
-        largest, tokens, routes = 130, (1, 65), ["dense"]
-    elif not has_wgmma(device):
-        print("    (wgmma not run: needs a device of compute capability 9.0 and a build for it)")
-        routes.remove("wgmma")
-    for route in routes:
+    largest, tokens = 4096, (1, 16, 64, 65, 128, 129, 200, 256, 257, 384, 600)
+    if device.type == "cpu":
+        largest, tokens = 130, (1, 65)
+    for route in routes_of(device):
         for name in ("nf4", "fp4-dq", "nf4:4096"):
             for n, k in ((1, 64), (130, 576), (largest, 1024), (1024, largest)):
                 packed = halfbyte.quantize(torch.randn(n, k), name).to(device)
@@ -304,6 +336,12 @@ def a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
         whole = halfbyte.ops.linear(x[:most], packed, None, "nf4", 4096)
         for m in fewer:
             assert torch.equal(halfbyte.ops.linear(x[:m], packed, None, "nf4", 4096), whole[:m]), (most, m)
+    hopper = [(256, (65, 128, 129, 192, 193))] if has_wgmma(device) else []
+    for most, fewer in ((16, (1, 3, 8, 9)), (32, (17, 25)), (64, (33, 40)), *hopper):
+        whole = halfbyte.ops.linear_backward_input(x[:most], packed, "nf4", 4096)
+        for m in fewer:
+            dx = halfbyte.ops.linear_backward_input(x[:m], packed, "nf4", 4096)
+            assert torch.equal(dx, whole[:m]), ("backward", most, m)
 
 
 @cuda_check

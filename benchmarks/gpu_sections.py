@@ -15,15 +15,6 @@ from torch import Tensor
 
 import halfbyte
 
-# kBackwardM of csrc/cuda/linear_route.h: the most rows of gradients that packed rows are multiplied with as they are. Past
-# it, "in pieces" says what this kernel would take: where it beats dequant + cuBLAS, the constant should move.
-BACKWARD = 64
-
-
-def pieces(rows: Tensor, most: int, product: Callable[[Tensor, int], Tensor]) -> Callable[[int], object]:
-    """The product of at most `most` rows at a time, by round."""
-    return lambda i: [product(part, i) for part in rows.split(most)]
-
 
 def borrowed(b: Bench, who: str, build: Callable[[], Any]) -> Any:
     """What another library gives, on a GPU; None, and named among those left out, where it is missing or has changed."""
@@ -141,17 +132,19 @@ def linears(b: Bench) -> None:
         b.compare(f"linear nf4 M={m} {n}x{k}", peers, nbytes + 2 * m * (n + k), 2.0 * m * n * k)
 
 
+def by_route(route: str, product: Callable[[int], object]) -> Callable[[int], object]:
+    """The product by the route of that name."""
+
+    def run(i: int) -> object:
+        with gpu_checks.forced(route):
+            return product(i)
+
+    return run
+
+
 def linear_routes(b: Bench) -> None:
     """linear by each route, whatever M is: where their times cross, the limits of csrc/cuda/linear_route.h belong."""
-    routes = ("dense", "tiled", "wgmma") if gpu_checks.has_wgmma(b.device) else ("dense", "tiled")
-
-    def by(route: str, product: Callable[[int], object]) -> Callable[[int], object]:
-        def run(i: int) -> object:
-            with gpu_checks.forced(route):
-                return product(i)
-
-        return run
-
+    routes = gpu_checks.routes_of(b.device)
     for rows, columns in ((14336, 4096), (4096, 4096), (4096, 14336)):
         n, k = b.size(rows), b.size(columns)
         nbytes = halfbyte.Format.parse("nf4").row_bytes(k) * n
@@ -160,29 +153,30 @@ def linear_routes(b: Bench) -> None:
             m = b.size(batch, 64)
             x = b.randn(m, k)
             product = lambda i: halfbyte.ops.linear(x, packed(i), None, "nf4", k)  # noqa: B023, E731
-            peers = {f"halfbyte, {route}": by(route, product) for route in routes}
+            peers = {f"halfbyte, {route}": by_route(route, product) for route in routes}
             b.compare(f"linear by route, M={m} {n}x{k}", peers, nbytes + 2 * m * (n + k), 2.0 * m * n * k)
 
 
 def backwards(b: Bench) -> None:
-    """linear_backward_input of few tokens, and of many."""
-    problems = [(m, 8192, 8192) for m in (1, 16)] + [(m, 14336, 4096) for m in (1, 16, 32, 64, 128, 4096)]
+    """linear_backward_input of few tokens, and of many; from 32 to 512 also by each route that takes them."""
+    routes = gpu_checks.routes_of(b.device)
+    problems = [(m, 8192, 8192) for m in (1, 16)]
+    problems += [(m, 14336, 4096) for m in (1, 16, 32, 64, 128, 192, 256, 384, 512, 4096)]
+    problems += [(m, 4096, 14336) for m in (64, 128, 256)]
     for batch, rows, columns in problems:
         m, n, k = b.size(batch, 64), b.size(rows), b.size(columns)
         g, nbytes = b.randn(m, n), halfbyte.Format.parse("nf4").row_bytes(k) * n
         packed = b.rotate(lambda: halfbyte.quantize(b.randn(n, k), "nf4"), nbytes)  # noqa: B023
-        error = gpu_checks.backward_bound(g, packed(0), k, halfbyte.ops.linear_backward_input(g, packed(0), "nf4", k))
+        product = lambda i: halfbyte.ops.linear_backward_input(g, packed(i), "nf4", k)  # noqa: B023, E731
+        error = gpu_checks.backward_bound(g, packed(0), k, product(0))
         assert error <= 1, f"linear_backward_input M={m} is wrong by {error} bounds"
         peers: dict[str, Callable[[int], object]] = {
-            "halfbyte": lambda i: halfbyte.ops.linear_backward_input(g, packed(i), "nf4", k),  # noqa: B023
+            "halfbyte": product,
             "dequant + cuBLAS": lambda i: g @ halfbyte.dequantize(packed(i), "nf4", k),  # noqa: B023
         }
-        if BACKWARD < batch <= 512:
-            peers["halfbyte, in pieces"] = pieces(
-                g,
-                BACKWARD,
-                lambda part, i: halfbyte.ops.linear_backward_input(part, packed(i), "nf4", k),  # noqa: B023
-            )
+        if 32 <= batch <= 512:
+            takes = [route for route in routes if route != "tiled" or batch <= 128]
+            peers |= {f"halfbyte, {route}": by_route(route, product) for route in takes}
         b.compare(f"backward nf4 M={m} {n}x{k}", peers, nbytes + 2 * m * (n + k), 2.0 * m * n * k)
 
 

@@ -74,6 +74,8 @@ class Case:
 
 
 BF16 = "13__nv_bfloat16"
+FORWARD = "linear", ("linear_wgmma", "RowWeights")
+BACKWARD = "linear_backward_input", ("linear_backward_wgmma", "ColumnWeights")
 CASES = [
     Case(
         name="dequantize nf4 to bf16",
@@ -207,22 +209,25 @@ CASES = [
     ),
     *(
         Case(
-            name=f"linear {name} bf16, M = {tokens}, wgmma",
-            file="linear_wgmma",
-            symbol=f"linear_wgmma_kernelI{BF16}Lb{int('dq' in name)}ELi{tokens}E",
+            name=f"{op} {name} bf16, M = {tokens}, wgmma",
+            file=file,
+            symbol=f"wgmma_kernelI.*{weights}E{BF16}Lb{int('dq' in name)}ELi{tokens}E",
             unit="HGMMA",
             elements=8,
             bytes=0.5625,
             loop="HGMMA",
             note=note,
-            hot=HOT + "|HGMMA|LDGSTS",
+            hot=HOT + "|HGMMA|LDGSTS|LDSM",
             tokens=tokens,
             flops=WGMMA,
         )
-        for name, tokens, note in (
-            ("nf4", 128, "two floats looked up, two products and a conversion make two weights; half of the slots."),
-            ("nf4", 256, "shared memory and L2 come before issuing (linear_wgmma.cu); one CTA, 216 KB, all of it dynamic."),
-            ("nf4-dq", 256, "as nf4, plus two scales' decoding a step."),
+        for op, (file, weights), name, tokens, note in (
+            (*FORWARD, "nf4", 128, "two floats looked up, two products, a conversion make two weights; half of the slots."),
+            (*FORWARD, "nf4", 256, "shared memory and L2 come first (linear_wgmma.cu); one CTA, 216 KB, all dynamic."),
+            (*FORWARD, "nf4-dq", 256, "as nf4, plus two scales' decoding a step."),
+            (*BACKWARD, "nf4", 128, "as the forward, plus the interleaving of two rows' nibbles and a scale for each row."),
+            (*BACKWARD, "nf4", 256, "shared memory and L2 come first here too; one CTA, 219 KB, all dynamic."),
+            (*BACKWARD, "nf4-dq", 256, "as nf4, plus 16 scales' decoding a step."),
         )
     ),
     Case(

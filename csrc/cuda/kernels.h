@@ -80,6 +80,8 @@ cudaError_t launch_linear_wgmma(const PackedProduct& product, cudaStream_t strea
 int64_t linear_backward_small_splits(int64_t N, int64_t K);
 int64_t linear_backward_tiled_splits(int64_t N, int64_t K);
 cudaError_t launch_linear_backward(const PackedProduct& product, cudaStream_t stream);
+int64_t linear_backward_wgmma_splits(int64_t N, int64_t K);
+cudaError_t launch_linear_backward_wgmma(const PackedProduct& product, cudaStream_t stream);
 
 // Rows of args (error_feedback.h), device pointers.
 cudaError_t launch_error_feedback(const FeedbackArgs& args, int64_t rows, const RowLayout& layout, cudaStream_t stream);

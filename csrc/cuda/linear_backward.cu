@@ -13,7 +13,6 @@
 // by its two rows' scales as 16-bit numbers. Codebook, scale and product are rounded: 3 * 2^-8 (bf16) or 3 * 2^-11 (fp16)
 // relative per weight at most. The warps that take turns and the splits of N are added in a fixed order.
 #include "linear_fragments.h"
-#include "linear_route.h"
 
 namespace halfbyte::cuda {
 namespace {
@@ -25,17 +24,9 @@ constexpr int kSide = int(kBackwardColumns) / kWarpColumns;  // warps side by si
 constexpr int kShare = kThreads / 32 / kSide;                // warps a side: they take steps in turn, or rows of grad in groups
 static_assert(kSide == 2 && kShare == 4);
 
-struct BackwardArgs {
-  const void* grad;       // (M, N) of T, 8-byte aligned rows
-  const uint8_t* packed;  // (N, row_bytes), 8-byte aligned
-  SumTarget target;       // (M, K): one split
-  float* partial;         // (splits, M, K): several
-  int M, N, K;            // N a multiple of 4, K of 16
-  int groups;             // of 8 * Columns rows of grad: 1, 2 or 4
-  int row_bytes, scales_offset, code_bytes;
-  int steps, steps_per_split;  // of 16 rows
-  int block_shift;        // log2 of the block size
-  Codebook16 codebook;
+// input is grad (M, N), 8-byte aligned rows as those of packed; N a multiple of 4, K of 16. A step is 16 rows of packed.
+struct BackwardArgs : ProductArgs {
+  int groups;  // of 8 * Columns rows of grad: 1, 2 or 4
 };
 
 // What a lane needs of one step, as loaded: 16 columns of 4 rows, their scales, and the gradients of these rows. Nothing is
@@ -55,18 +46,18 @@ struct Step {
 #pragma unroll
     for (int c = 0; c < Columns; ++c) {
       const int m = first + g + 8 * c < a.M ? first + g + 8 * c : a.M - 1;
-      grad[c] = __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(a.grad) + m * int64_t(a.N) + n));
+      grad[c] = __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(a.input) + m * int64_t(a.N) + n));
     }
-    const uint8_t* row = a.packed + n * int64_t(a.row_bytes);
+    const uint8_t* row = a.packed + n * a.layout.row_bytes;
     const int block = column >> a.block_shift;
 #pragma unroll
-    for (int r = 0; r < 4; ++r, row += a.row_bytes) {
+    for (int r = 0; r < 4; ++r, row += a.layout.row_bytes) {
       // Groups of rows of grad share L1's copy of the codes.
       const uint8_t* at = row + column / 2;
       codes[r] = Columns == kGroupColumns ? __ldg(reinterpret_cast<const uint2*>(at)) : load_once(at);
-      const float* scales = reinterpret_cast<const float*>(row + a.scales_offset);
+      const float* scales = reinterpret_cast<const float*>(row + a.layout.scales_offset);
       if constexpr (DQ) step[r] = __ldg(scales), low[r] = __ldg(scales + 1);
-      scale[r] = DQ ? __ldg(row + a.code_bytes + block) : __ldg(reinterpret_cast<const uint32_t*>(scales) + block);
+      scale[r] = DQ ? __ldg(row + a.layout.code_bytes + block) : __ldg(reinterpret_cast<const uint32_t*>(scales) + block);
     }
   }
   // Scales of rows 2 r and 2 r + 1 in 16 bits.
@@ -148,10 +139,8 @@ __global__ void __launch_bounds__(kThreads, Columns == kGroupColumns ? 1 : int(k
   __syncthreads();
   const LaneTable lane_table(table);
   const int column = int(blockIdx.x) * int(kBackwardColumns) + side * kWarpColumns + 16 * g;
-  const int from = column < a.K ? column : a.K - 16, first = group * 8 * Columns;
-  const int begin = int(blockIdx.y) * a.steps_per_split + turn;
-  const int limit = int(blockIdx.y + 1) * a.steps_per_split;
-  const int end = first >= a.M ? 0 : limit < a.steps ? limit : a.steps;
+  const int K = int(a.layout.in_features), from = column < K ? column : K - 16, first = group * 8 * Columns;
+  const int begin = a.begin() + turn, end = first >= a.M ? 0 : a.end();
   float sums[8][Columns][4] = {};
   constexpr int kAhead = Step<DQ, Columns>::kAhead;
   Step<DQ, Columns> ring[kAhead];
@@ -169,7 +158,7 @@ __global__ void __launch_bounds__(kThreads, Columns == kGroupColumns ? 1 : int(k
     }
   }
   add_turns<Columns>(sums, turns, turn, reinterpret_cast<float*>(table));
-  if (turn != 0 || column >= a.K) return;
+  if (turn != 0 || column >= K) return;
 #pragma unroll
   for (int c = 0; c < Columns; ++c) {
 #pragma unroll
@@ -178,30 +167,17 @@ __global__ void __launch_bounds__(kThreads, Columns == kGroupColumns ? 1 : int(k
       for (int e = 0; e < 4; ++e) {  // (2 i; 2 t), (2 i; 2 t + 1), (2 i + 1; 2 t), (2 i + 1; 2 t + 1)
         const int m = first + 8 * c + 2 * t + e % 2, k = column + 2 * i + e / 2;
         if (m >= a.M) continue;
-        if (gridDim.y == 1) {
-          store_sum<T>(a.target, m, k, sums[i][c][e]);
-        } else {
-          a.partial[(int64_t(blockIdx.y) * a.M + m) * a.K + k] = sums[i][c][e];
-        }
+        leave_sum<T>(a, m, k, sums[i][c][e]);
       }
     }
   }
 }
 
-using Kernel = void (*)(BackwardArgs);
-
 template <class T, bool DQ>
-Kernel kernel_for(int M) {
-  if (M <= 8) return linear_backward_kernel<T, DQ, 1>;
-  if (M <= 16) return linear_backward_kernel<T, DQ, 2>;
-  return linear_backward_kernel<T, DQ, kGroupColumns>;
-}
-
-template <class T>
-cudaError_t launch_as(const BackwardArgs& args, bool dq, int64_t tiles, int64_t splits, cudaStream_t stream) {
-  const Kernel kernel = dq ? kernel_for<T, true>(args.M) : kernel_for<T, false>(args.M);
-  const cudaError_t error = launch(kernel, unsigned(tiles), unsigned(splits), kThreads, 0, stream, args);
-  return error != cudaSuccess || splits == 1 ? error : add_splits<T>(args.target, args.partial, args.M, splits, stream);
+KernelChoice<BackwardArgs> choose(int M) {
+  if (M <= 8) return {linear_backward_kernel<T, DQ, 1>, 0};
+  if (M <= 16) return {linear_backward_kernel<T, DQ, 2>, 0};
+  return {linear_backward_kernel<T, DQ, kGroupColumns>, 0};
 }
 
 }  // namespace
@@ -210,28 +186,12 @@ int64_t linear_backward_small_splits(int64_t N, int64_t K) { return backward_spl
 int64_t linear_backward_tiled_splits(int64_t N, int64_t K) { return backward_splits(N, K, multiprocessors(), 1); }
 
 cudaError_t launch_linear_backward(const PackedProduct& p, cudaStream_t stream) {
-  const RowLayout& layout = p.layout;
-  BackwardArgs args{};
-  args.grad = p.input;
-  args.packed = p.packed;
-  args.target = sum_target(p, layout.in_features);
-  args.partial = p.partial;
-  args.M = int(p.M);
-  args.N = int(p.N);
-  args.K = int(layout.in_features);
-  static_assert(kBackwardM <= kShare * 8 * kGroupColumns);
-  args.groups = p.M <= 32 ? 1 : p.M <= 64 ? 2 : 4;
-  args.row_bytes = int(layout.row_bytes);
-  args.scales_offset = int(layout.scales_offset);
-  args.code_bytes = int(layout.code_bytes);
-  args.steps = int((p.N + kBackwardRows - 1) / kBackwardRows);
-  args.steps_per_split = int((args.steps + p.splits - 1) / p.splits);
-  while (int64_t(1) << args.block_shift < layout.block_size) ++args.block_shift;
-  args.codebook = codebook_of(layout);
-  const int64_t tiles = (layout.in_features + kBackwardColumns - 1) / kBackwardColumns;
-  const bool dq = is_double_quantized(layout.format);
-  return p.dtype == DType::kBFloat16 ? launch_as<BFloat16>(args, dq, tiles, p.splits, stream)
-                                     : launch_as<Float16>(args, dq, tiles, p.splits, stream);
+  static_assert(kBackwardMost <= kShare * 8 * kGroupColumns);
+  const int64_t columns = p.layout.in_features;
+  const BackwardArgs args{product_args(p, columns, p.N, kBackwardRows, 1), p.M <= 32 ? 1 : p.M <= 64 ? 2 : 4};
+  const cudaError_t error = launch_splits(p, args, (columns + kBackwardColumns - 1) / kBackwardColumns, kThreads, stream,
+                                          [&]<class T, bool DQ>() { return choose<T, DQ>(args.M); });
+  return error != cudaSuccess ? error : add_splits(p, args, stream);
 }
 
 }  // namespace halfbyte::cuda

@@ -1,9 +1,9 @@
 // What the fronts of linear and lora_linear share on CUDA.
 //
-// linear_route.h chooses: a kernel multiplies packed rows as they are, up to kWgmmaM or kTiledM rows of input (kBackwardM in
-// backward); otherwise the weight is decoded by one launch into a buffer of torch's caching allocator and multiplied by aten. The
-// buffer lives for the call only: a workspace kept between calls would be written by one stream while another still reads it, and
-// would dangle in a captured graph.
+// linear_route.h chooses: a kernel multiplies packed rows as they are, up to kWgmmaM or kTiledM rows of input (kBackwardWgmmaM or
+// kBackwardM in backward); otherwise the weight is decoded by one launch into a buffer of torch's caching allocator and multiplied
+// by aten. The buffer lives for the call only: a workspace kept between calls would be written by one stream while another still
+// reads it, and would dangle in a captured graph.
 #pragma once
 
 #include <cstdlib>
@@ -26,14 +26,15 @@ inline Tensor dense_weight(const char* op, const Tensor& packed, const RowLayout
   return weight;
 }
 
-// The route that $HALFBYTE_CUDA_LINEAR names for linear, if any: gpu_check.py times each beside the others.
-inline std::optional<LinearRoute> forced_route(const char* op) {
-  const char* wanted = std::getenv("HALFBYTE_CUDA_LINEAR");
+// The route that an environment variable names, if any: gpu_check.py times each beside the others.
+constexpr const char kForward[] = "HALFBYTE_CUDA_LINEAR", kBackward[] = "HALFBYTE_CUDA_LINEAR_BACKWARD";
+inline std::optional<LinearRoute> forced_route(const char* op, const char* variable) {
+  const char* wanted = std::getenv(variable);
   if (!wanted || !*wanted) return std::nullopt;
   for (int32_t i = 0; i < int32_t(std::size(kRouteNames)); ++i) {
     if (std::string_view(wanted) == kRouteNames[i]) return LinearRoute(i);
   }
-  fail(op, "HALFBYTE_CUDA_LINEAR must be small, tiled, wgmma or dense, got ", wanted);
+  fail(op, variable, " must be small, tiled, wgmma or dense, got ", wanted);
 }
 
 // What linear_route.h decides on; input (grad_output in backward) and packed are contiguous, and their device is the current one.
@@ -68,26 +69,28 @@ inline PackedKernel backward_kernel(const LinearProblem& p) {
   switch (backward_route(p)) {
     case LinearRoute::kSmall: return {linear_backward_small_splits, launch_linear_backward};
     case LinearRoute::kTiled: return {linear_backward_tiled_splits, launch_linear_backward};
-    case LinearRoute::kWgmma:
+    case LinearRoute::kWgmma: return {linear_backward_wgmma_splits, launch_linear_backward_wgmma};
     case LinearRoute::kDense: break;
   }
   return {};
 }
 
 // The product plus addend, (columns,) or (M, columns), by the kernel that `choose` gives for it, if any; `most`: the largest M
-// for which it gives one that is not forced.
+// for which it gives one that $`variable` does not force.
 inline std::optional<Tensor> packed_product(const char* op, PackedKernel (*choose)(const LinearProblem&), int64_t most,
-                                            std::optional<LinearRoute> forced, const Tensor& input, const Tensor& packed,
+                                            const char* variable, const Tensor& input, const Tensor& packed,
                                             const std::optional<Tensor>& addend, const RowLayout& layout, int64_t columns) {
+  const std::optional<LinearRoute> forced = forced_route(op, variable);
   if (leading_numel(input) > most && !forced) return std::nullopt;
   const NoGradGuard no_grad;
   const Tensor x = torch::stable::contiguous(input), w = torch::stable::contiguous(packed);
   const LaunchScope scope(op, w);
   LinearProblem p = problem_of(x, w, layout);
   p.forced = forced;
+  static_assert(kBesideWgmmaM <= kBackwardM);
   p.wgmma = (p.M > kBesideWgmmaM || forced) && linear_wgmma_available();  // asks the device
   const PackedKernel kernel = choose(p);
-  HALFBYTE_CHECK(kernel.launch || !forced || forced == LinearRoute::kDense, op, "HALFBYTE_CUDA_LINEAR=", kRouteNames[int(*forced)],
+  HALFBYTE_CHECK(kernel.launch || !forced || forced == LinearRoute::kDense, op, variable, "=", kRouteNames[int(*forced)],
                  " asks for a kernel that does not take this problem (csrc/cuda/linear_route.h)");
   if (!kernel.launch) return std::nullopt;
   const Tensor added = torch::stable::contiguous(addend ? *addend : x);  // x only stands for none
@@ -114,7 +117,7 @@ inline std::optional<Tensor> packed_product(const char* op, PackedKernel (*choos
 // addmm: it is what the product's own accumulation starts from.
 inline Tensor run_linear(const char* op, const Tensor& input, const Tensor& packed, const std::optional<Tensor>& addend,
                          const RowLayout& layout) {
-  if (auto output = packed_product(op, linear_kernel, kWgmmaM, forced_route(op), input, packed, addend, layout, packed.size(0)))
+  if (auto output = packed_product(op, linear_kernel, kWgmmaM, kForward, input, packed, addend, layout, packed.size(0)))
     return *output;
   return aten_linear(input, dense_weight(op, packed, layout, input.scalar_type()), addend);
 }
@@ -122,7 +125,7 @@ inline Tensor run_linear(const char* op, const Tensor& input, const Tensor& pack
 // grad_output (..., N) @ packed + addend (M, K), which goes with a grad_output of two dimensions.
 inline Tensor run_backward(const char* op, const Tensor& grad_output, const Tensor& packed, const std::optional<Tensor>& addend,
                            const RowLayout& layout) {
-  if (auto grad = packed_product(op, backward_kernel, kBackwardM, std::nullopt, grad_output, packed, addend, layout,
+  if (auto grad = packed_product(op, backward_kernel, kBackwardWgmmaM, kBackward, grad_output, packed, addend, layout,
                                  layout.in_features))
     return *grad;
   const NoGradGuard no_grad;

@@ -13,7 +13,8 @@ enum class LinearRoute : int32_t {
   kSmall = 0,  // linear_small.cu: weights decoded straight into tensor core fragments, read once, never written
   kTiled = 1,  // linear_tiled.cu: the same for more rows of input. Backward: linear_backward.cu in both, with fewer CTAs here
   kDense = 2,  // one launch decodes the weight into a buffer of torch's allocator, then aten
-  kWgmma = 3,  // linear_wgmma.cu: as kTiled, with the tensor core instructions of compute capability 9.0
+  kWgmma = 3,  // linear_wgmma.cu: as kTiled, with the tensor core instructions of compute capability 9.0. Backward:
+               // linear_backward_wgmma.cu
 };
 constexpr const char* kRouteNames[] = {"small", "tiled", "dense", "wgmma"};
 
@@ -52,16 +53,29 @@ constexpr int64_t kTiledM = 128;
 // and 117: too close to send there unmeasured.
 constexpr int64_t kBesideWgmmaM = 64;
 constexpr int64_t kWgmmaM = 256;
-// Largest M of backward's kernel; `gpu_check.py --only backwards` moves it, up to 128. By arithmetic for the same weight: a step of
-// 32 products takes 242 instructions (benchmarks/sass_counts.py), about the issue slots that mma.sync leaves: 15 us at M = 64, 29
-// at 128. L1 may be slower: some 64 lines and 32 look-ups of each of 8 warps a step, 768 cycles in line, against 484 of issuing. So
-// at worst 29 us at 64 against 62 for decoding + cuBLAS, but 54 at 128, too close to send there unmeasured.
+// Largest M of backward's kernel; `gpu_check.py --only backwards` moves it, up to kBackwardMost. By arithmetic for the same weight:
+// a step of 32 products takes 234 instructions (benchmarks/sass_counts.py), about the issue slots that mma.sync leaves: 14 us at
+// M = 64, 28 at 128. L1 may be slower: some 64 lines and 32 look-ups of each of 8 warps a step, 768 cycles in line, against 468 of
+// issuing. So at worst 29 us at 64 against 62 for decoding + cuBLAS, but 54 at 128, too close to send there unmeasured.
 constexpr int64_t kBackwardM = 64;
+constexpr int64_t kBackwardMost = 128;  // that it can take
+// Largest M of backward's wgmma kernel; up to kBackwardM there is nothing to win over the one above. By arithmetic for the same
+// weight, at M = 64, 128, 192, 256, where 32 tiles of columns times 4 splits are 128 of 132 multiprocessors with 56 steps each:
+//   10, 20, 31, 41  tensor cores, at 80 % of their peak
+//   20, 26, 32, 38  shared memory, the cycles of linear_backward_wgmma.cu
+//   18, 29, 39, 50  L2 at an assumed 5.6 TB/s: 103, 161, 220 and 279 MB
+//   26, 36, 48, 60  the largest, + 15 % that does not overlap, + 3 for the start and the sums' way out
+//   30, 41, 55, 69  + the second pass: a launch, and 4, 8, 13 and 17 MB of sums written and read
+//   62, 62, 67, 73  decoding (at the copy's rate) + cuBLAS
+// So it wins by 1.5 at 128, 1.2 at 192 and little at 256, but 1.2 there too where packed has fewer rows than columns and needs no
+// second pass.
+constexpr int64_t kBackwardWgmmaM = 256;
 // Elements that a step of the small kernel reduces over; they must share one scale.
 constexpr int64_t kSmallChunk = 64;
 
-// The wgmma kernel copies 16 bytes of packed at a time.
+// The wgmma kernels copy 16 bytes of packed at a time, backward's also of gradients.
 inline bool has_wgmma(const LinearProblem& p) { return p.wgmma && p.packed_width >= 16; }
+inline bool has_backward_wgmma(const LinearProblem& p) { return has_wgmma(p) && p.input_width >= 16; }
 
 // A reason why none of the kernels can take a problem.
 struct Obstacle {
@@ -87,9 +101,12 @@ inline constexpr Obstacle kLinearObstacles[] = {
     {"N is 2^31 or more", [](const LinearProblem& p) { return p.N >= (int64_t(1) << 31) || p.K >= (int64_t(1) << 31); }},
 };
 
-// A reason why the kernel of linear_backward_input cannot take a problem; there `input` is grad_output (M, N).
+// A reason why none of the kernels of linear_backward_input can take a problem; there `input` is grad_output (M, N).
 inline constexpr Obstacle kBackwardObstacles[] = {
-    {"M is 0 or past kBackwardM", [](const LinearProblem& p) { return p.M < 1 || p.M > kBackwardM; }},
+    {"nothing to multiply", [](const LinearProblem& p) { return p.M < 1; }},
+    {"M is past kBackwardM", [](const LinearProblem& p) { return p.M > kBackwardM && !has_backward_wgmma(p) && !p.forced; }},
+    {"M is past kBackwardWgmmaM",
+     [](const LinearProblem& p) { return p.M > kBackwardWgmmaM && has_backward_wgmma(p) && !p.forced; }},
     {"not a 4-bit format", [](const LinearProblem& p) { return !is_4bit(p.format); }},
     // A lane takes 16 columns of 4 rows: all of them exist, or none.
     {"K is not a multiple of 16", [](const LinearProblem& p) { return p.K % 16 != 0; }},
@@ -104,7 +121,15 @@ inline LinearRoute backward_route(const LinearProblem& problem) {
   for (const Obstacle& obstacle : kBackwardObstacles) {
     if (obstacle.applies(problem)) return LinearRoute::kDense;
   }
-  return problem.M <= kSmallM ? LinearRoute::kSmall : LinearRoute::kTiled;
+  if (problem.forced) {
+    const bool able = problem.forced == LinearRoute::kSmall   ? problem.M <= kSmallM
+                      : problem.forced == LinearRoute::kTiled ? problem.M <= kBackwardMost
+                      : problem.forced == LinearRoute::kWgmma ? has_backward_wgmma(problem)
+                                                              : true;
+    return able ? *problem.forced : LinearRoute::kDense;
+  }
+  if (problem.M <= kSmallM) return LinearRoute::kSmall;
+  return problem.M > kBackwardM ? LinearRoute::kWgmma : LinearRoute::kTiled;
 }
 
 inline LinearRoute route(const LinearProblem& problem) {
@@ -189,6 +214,10 @@ constexpr int64_t tiled_splits(int64_t N, int64_t K, int64_t multiprocessors) {
 }
 constexpr int64_t wgmma_splits(int64_t N, int64_t K, int64_t multiprocessors) {
   return least_splits((N + kWgmmaRows - 1) / kWgmmaRows, K, multiprocessors, kWgmmaCosts);
+}
+// Backward's wgmma kernel: a CTA owns as many columns, and ranges of N.
+constexpr int64_t backward_wgmma_splits(int64_t N, int64_t K, int64_t multiprocessors) {
+  return wgmma_splits(K, (N + kSmallChunk - 1) / kSmallChunk * kSmallChunk, multiprocessors);
 }
 
 }  // namespace halfbyte::cuda

@@ -12,17 +12,9 @@ namespace {
 constexpr int kThreads = int(kSmallWarps) * 32;
 constexpr int kAhead = 4;  // steps in flight a warp
 
-struct SmallArgs {
-  const void* input;      // (M, K) of T, 16-byte aligned rows
-  const uint8_t* packed;  // (N, row_bytes), 8-byte aligned
-  SumTarget target;       // one split
-  float* partial;         // (splits, M, N): several
-  RowLayout layout;
-  int M;
-  uint32_t N, tiles;
-  int chunks, chunks_per_split;
-  int block_shift;        // log2 of chunks a block
-  Codebook16 codebook;
+// Rows of input are 16-byte aligned, rows of packed 8-byte.
+struct SmallArgs : ProductArgs {
+  uint32_t tiles;
 };
 
 template <class T>
@@ -40,10 +32,9 @@ __global__ void __launch_bounds__(kThreads, int(kSmallResident)) linear_small_ke
   fill_byte_table<T>(a.codebook, table);
   __syncthreads();
   const LaneTable lane_table(table);
-  const int begin = int(blockIdx.y) * a.chunks_per_split;
-  const int end = begin + a.chunks_per_split < a.chunks ? begin + a.chunks_per_split : a.chunks;
+  const int begin = a.begin(), end = a.end();
   for (uint32_t tile = blockIdx.x; tile < a.tiles; tile += gridDim.x) {
-    StepSource<DQ, true> from(a.packed, a.layout, a.N, tile * uint32_t(kSmallRows), g, t);
+    StepSource<DQ, true> from(a.packed, a.layout, uint32_t(a.N), tile * uint32_t(kSmallRows), g, t);
     const T* input[Columns];  // rows past M repeat the last one
 #pragma unroll
     for (int c = 0; c < Columns; ++c) {
@@ -89,34 +80,19 @@ __global__ void __launch_bounds__(kThreads, int(kSmallResident)) linear_small_ke
     for (int i = int(threadIdx.x); i < Columns * 8 * int(kSmallRows); i += kThreads) {
       const int m = i / int(kSmallRows), r = i % int(kSmallRows);
       const uint32_t n = tile * uint32_t(kSmallRows) + uint32_t(r);
-      if (m >= a.M || n >= a.N) continue;
+      if (m >= a.M || n >= uint32_t(a.N)) continue;
       float sum = 0.0f;
 #pragma unroll
       for (int w = 0; w < int(kSmallWarps); ++w) sum += partial[w][m][r];
-      if (gridDim.y == 1) {
-        store_sum<T>(a.target, m, n, sum);
-      } else {
-        a.partial[(int64_t(blockIdx.y) * a.M + m) * a.N + n] = sum;
-      }
+      leave_sum<T>(a, m, n, sum);
     }
     __syncthreads();  // `partial` is free again
   }
 }
 
-using Kernel = void (*)(SmallArgs);
-
-template <class T>
-Kernel kernel_for(bool dq, bool wide) {
-  if (wide) return dq ? linear_small_kernel<T, true, 2> : linear_small_kernel<T, false, 2>;
-  return dq ? linear_small_kernel<T, true, 1> : linear_small_kernel<T, false, 1>;
-}
-
-template <class T>
-cudaError_t launch_as(const SmallArgs& args, const SmallPlan& plan, cudaStream_t stream) {
-  const Kernel kernel = kernel_for<T>(is_double_quantized(args.layout.format), args.M > 8);
-  const cudaError_t error = launch(kernel, unsigned(plan.grid), unsigned(plan.splits), kThreads, 0, stream, args);
-  if (error != cudaSuccess || plan.splits == 1) return error;
-  return add_splits<T>(args.target, args.partial, args.M, plan.splits, stream);
+template <class T, bool DQ>
+KernelChoice<SmallArgs> choose(int rows) {
+  return {rows > 8 ? linear_small_kernel<T, DQ, 2> : linear_small_kernel<T, DQ, 1>, 0};
 }
 
 }  // namespace
@@ -124,22 +100,11 @@ cudaError_t launch_as(const SmallArgs& args, const SmallPlan& plan, cudaStream_t
 int64_t linear_small_splits(int64_t N, int64_t K) { return small_plan(N, K, multiprocessors()).splits; }
 
 cudaError_t launch_linear_small(const PackedProduct& p, cudaStream_t stream) {
-  SmallPlan plan = small_plan(p.N, p.layout.in_features, multiprocessors());
-  plan.splits = p.splits;
-  SmallArgs args{};
-  args.input = p.input;
-  args.packed = p.packed;
-  args.target = sum_target(p, p.N);
-  args.partial = p.partial;
-  args.layout = p.layout;
-  args.M = int(p.M);
-  args.N = uint32_t(p.N);
-  args.tiles = uint32_t(plan.tiles);
-  args.chunks = int(p.layout.in_features / kSmallChunk);
-  args.chunks_per_split = int((args.chunks + plan.splits - 1) / plan.splits);
-  args.block_shift = block_shift_of(p.layout);
-  args.codebook = codebook_of(p.layout);
-  return p.dtype == DType::kBFloat16 ? launch_as<BFloat16>(args, plan, stream) : launch_as<Float16>(args, plan, stream);
+  const SmallPlan plan = small_plan(p.N, p.layout.in_features, multiprocessors());
+  const SmallArgs args{linear_args(p), uint32_t(plan.tiles)};
+  const cudaError_t error =
+      launch_splits(p, args, plan.grid, kThreads, stream, [&]<class T, bool DQ>() { return choose<T, DQ>(args.M); });
+  return error != cudaSuccess ? error : add_splits(p, args, stream);
 }
 
 }  // namespace halfbyte::cuda

@@ -11,7 +11,6 @@
 #pragma once
 
 #include "linear_fragments.h"
-#include "linear_route.h"
 
 namespace halfbyte::cuda {
 
@@ -106,12 +105,6 @@ __device__ inline void multiply_step(const StepWeights& w, const StepScales& sca
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) sums[i] = fma_rn(d[i], scale.row[i / 2], sums[i]);
-}
-
-inline int block_shift_of(const RowLayout& layout) {
-  int shift = 0;
-  while (kSmallChunk << shift < layout.block_size) ++shift;
-  return shift;
 }
 
 }  // namespace halfbyte::cuda

@@ -37,18 +37,9 @@ static_assert(shared_bytes(16) == 65536 && shared_bytes(8) == 65536 && shared_by
 constexpr int kGroup = 4, kTurnedPitch = int(kTiledRows) + 4;
 static_assert(kGroup * 8 * kTurnedPitch * 4 <= shared_bytes(4));
 
-struct TiledArgs {
-  const void* input;      // (M, K) of T, 16-byte aligned rows
-  const uint8_t* packed;  // (N, row_bytes), 8-byte aligned
-  SumTarget target;       // one split
-  float* partial;         // (splits, M, N): several
-  RowLayout layout;
-  int first, rows;        // this launch's rows of input, at most 8 * Columns of them
-  int M;
-  uint32_t N;
-  int chunks, chunks_per_split;
-  int block_shift;        // log2 of chunks a block
-  Codebook16 codebook;
+// Rows of input are 16-byte aligned, rows of packed 8-byte.
+struct TiledArgs : ProductArgs {
+  int first, rows;  // this launch's rows of input, at most 8 * Columns of them
 };
 
 // A thread's share of filling the ring: unit `unit` of a round, of every kStride-th row of input from `row` on. What does not
@@ -88,14 +79,13 @@ __global__ void __launch_bounds__(kThreads, 1) linear_tiled_kernel(const TiledAr
   uint4* const ring = dynamic_shared<uint4>();
   const int lane = int(threadIdx.x % 32), warp = int(threadIdx.x / 32), g = lane / 4, t = lane % 4;
   const uint32_t first_row = blockIdx.x * uint32_t(kTiledRows) + uint32_t(warp * kWarpRows);
-  const int begin = int(blockIdx.y) * a.chunks_per_split;
-  const int end = begin + a.chunks_per_split < a.chunks ? begin + a.chunks_per_split : a.chunks;
+  const int begin = a.begin(), end = a.end();
 
   const Fill fill(a);
 #pragma unroll
   for (int s = 0; s < kSlots - 1; ++s) fill(a, ring + s * kSlotUnits, begin + s * kRound, end);
-  StepSource<DQ, false> from[kTiles] = {{a.packed, a.layout, a.N, first_row, g, t},
-                                        {a.packed, a.layout, a.N, first_row + 16, g, t}};
+  StepSource<DQ, false> from[kTiles] = {{a.packed, a.layout, uint32_t(a.N), first_row, g, t},
+                                        {a.packed, a.layout, uint32_t(a.N), first_row + 16, g, t}};
   Step ahead[kRound][kTiles];
 #pragma unroll
   for (int r = 0; r < kTiles; ++r) {
@@ -155,43 +145,20 @@ __global__ void __launch_bounds__(kThreads, 1) linear_tiled_kernel(const TiledAr
     }
     __syncthreads();
     const int first = pass * kGroup * 8, past = first + kGroup * 8 < a.rows ? first + kGroup * 8 : a.rows;
-    if (n >= a.N) continue;
+    if (n >= uint32_t(a.N)) continue;
     for (int token = first; token < past; ++token) {
       const float sum = turned[(token - first) * kTurnedPitch + threadIdx.x];
       const int m = a.first + token;
-      if (gridDim.y == 1) {
-        store_sum<T>(a.target, m, n, sum);
-      } else {
-        a.partial[(int64_t(blockIdx.y) * a.M + m) * a.N + n] = sum;
-      }
+      leave_sum<T>(a, m, n, sum);
     }
   }
 }
 
-using Kernel = void (*)(TiledArgs);
-struct Choice {
-  Kernel kernel;
-  int columns;
-};
-
 template <class T, bool DQ>
-Choice choose(int rows) {
-  if (rows <= 32) return {linear_tiled_kernel<T, DQ, 4>, 4};
-  if (rows <= 64) return {linear_tiled_kernel<T, DQ, 8>, 8};
-  return {linear_tiled_kernel<T, DQ, 16>, 16};
-}
-
-template <class T>
-cudaError_t launch_as(TiledArgs args, int64_t splits, cudaStream_t stream) {
-  const int64_t tiles = (args.N + kTiledRows - 1) / kTiledRows;
-  for (args.first = 0; args.first < args.M; args.first += args.rows) {
-    args.rows = args.M - args.first < kMostRows ? args.M - args.first : kMostRows;
-    const Choice chosen = is_double_quantized(args.layout.format) ? choose<T, true>(args.rows) : choose<T, false>(args.rows);
-    const cudaError_t error = launch(chosen.kernel, unsigned(tiles), unsigned(splits), kThreads, shared_bytes(chosen.columns),
-                                     stream, args);
-    if (error != cudaSuccess) return error;
-  }
-  return splits == 1 ? cudaSuccess : add_splits<T>(args.target, args.partial, args.M, splits, stream);
+KernelChoice<TiledArgs> choose(int rows) {
+  if (rows <= 32) return {linear_tiled_kernel<T, DQ, 4>, shared_bytes(4)};
+  if (rows <= 64) return {linear_tiled_kernel<T, DQ, 8>, shared_bytes(8)};
+  return {linear_tiled_kernel<T, DQ, 16>, shared_bytes(16)};
 }
 
 }  // namespace
@@ -199,19 +166,14 @@ cudaError_t launch_as(TiledArgs args, int64_t splits, cudaStream_t stream) {
 int64_t linear_tiled_splits(int64_t N, int64_t K) { return tiled_splits(N, K, multiprocessors()); }
 
 cudaError_t launch_linear_tiled(const PackedProduct& p, cudaStream_t stream) {
-  TiledArgs args{};
-  args.input = p.input;
-  args.packed = p.packed;
-  args.target = sum_target(p, p.N);
-  args.partial = p.partial;
-  args.layout = p.layout;
-  args.M = int(p.M);
-  args.N = uint32_t(p.N);
-  args.chunks = int(p.layout.in_features / kSmallChunk);
-  args.chunks_per_split = int((args.chunks + p.splits - 1) / p.splits);
-  args.block_shift = block_shift_of(p.layout);
-  args.codebook = codebook_of(p.layout);
-  return p.dtype == DType::kBFloat16 ? launch_as<BFloat16>(args, p.splits, stream) : launch_as<Float16>(args, p.splits, stream);
+  TiledArgs args{linear_args(p), 0, 0};
+  for (; args.first < args.M; args.first += args.rows) {
+    args.rows = args.M - args.first < kMostRows ? args.M - args.first : kMostRows;
+    const cudaError_t error = launch_splits(p, args, (p.N + kTiledRows - 1) / kTiledRows, kThreads, stream,
+                                            [&]<class T, bool DQ>() { return choose<T, DQ>(args.rows); });
+    if (error != cudaSuccess) return error;
+  }
+  return add_splits(p, args, stream);
 }
 
 }  // namespace halfbyte::cuda

@@ -85,13 +85,16 @@ class PairTable {
       : base_(uint32_t(__cvta_generic_to_shared(table)) + threadIdx.x % 16 * 8), byte_(0x80u << (8 * part)) {
     asm volatile("" : "+r"(base_), "+r"(byte_));
   }
-  __device__ float2 at(uint32_t word) const {
-    float2 entry;
-    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(entry.x), "=f"(entry.y) : "r"(__dp4a(word, byte_, base_)) : "memory");
-    return entry;
-  }
+  __device__ float2 at(uint32_t word) const { return entry(__dp4a(word, byte_, base_)); }
+  // The same for byte `i`.
+  __device__ float2 at(uint32_t word, int i) const { return entry(__dp4a(word, 0x80u << (8 * i), base_)); }
 
  private:
+  __device__ static float2 entry(uint32_t address) {
+    float2 pair;
+    asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(address) : "memory");
+    return pair;
+  }
   uint32_t base_, byte_;
 };
 
@@ -100,6 +103,15 @@ __device__ inline uint2 load_once(const uint8_t* p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
   return v;
+}
+
+// Four 8 x 8 matrices of 16-bit values in shared memory, transposed: lane 8 i + r has the address of row r of matrix i, 16 bytes; lane
+// 4 g + t gets of each the values g of rows 2 t and 2 t + 1, lower first.
+__device__ inline void load_matrices_transposed(const void* row, uint32_t (&d)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+               : "r"(uint32_t(__cvta_generic_to_shared(row)))
+               : "memory");
 }
 
 // cp.async: 16 bytes from global to shared memory, both 16-byte aligned, past L1; L2 fetches the whole line, as in load_once. Zeros
@@ -111,8 +123,10 @@ __device__ inline void copy_async(void* to, const void* from, bool there) {
                : "memory");
 }
 // 4 bytes, through L1.
-__device__ inline void copy_async_4(void* to, const void* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from) : "memory");
+__device__ inline void copy_async_4(void* to, const void* from, bool there) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
+               :: "r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 4 : 0)
+               : "memory");
 }
 __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 template <int N>

@@ -12,7 +12,8 @@ import torch
 __all__ = ["backward_bytes", "linear_bytes"]
 
 _SMALL_M, _TILED_M, _BACKWARD_M = 16, 128, 64
-_BESIDE_WGMMA_M, _WGMMA_M = 64, 256  # where the device has wgmma: the tiled kernel's largest M, and the wgmma kernel's
+# Where the device has wgmma: the tiled kernel's largest M, and the wgmma kernels'.
+_BESIDE_WGMMA_M, _WGMMA_M, _BACKWARD_WGMMA_M = 64, 256, 256
 _CHUNK = 64  # elements of a step of the forward kernels
 _H200 = 132, (9, 0)  # multiprocessors and compute capability, where no GPU says otherwise
 
@@ -32,9 +33,13 @@ def linear_bytes(tokens: int, rows: int, columns: int, format: int, block_size: 
 def backward_bytes(tokens: int, rows: int, columns: int, format: int, dtype: torch.dtype) -> int:
     """The same for grad_output (tokens, rows) times packed."""
     takes = format < 4 and columns % 16 == 0 and rows % 4 == 0 and dtype != torch.float32
+    multiprocessors, capability = _device()
     if takes and 1 <= tokens <= _BACKWARD_M:
         resident = 2 if tokens <= _SMALL_M else 1
-        return _sums(backward_splits(rows, columns, _device()[0], resident), tokens, columns)
+        return _sums(backward_splits(rows, columns, multiprocessors, resident), tokens, columns)
+    # 16 bytes of gradients at a time are 8 rows.
+    if takes and capability == (9, 0) and rows % 8 == 0 and _BACKWARD_M < tokens <= _BACKWARD_WGMMA_M:
+        return _sums(backward_wgmma_splits(rows, columns, multiprocessors), tokens, columns)
     return rows * columns * dtype.itemsize
 
 
@@ -52,6 +57,11 @@ def tiled_splits(rows: int, columns: int, multiprocessors: int) -> int:
 def wgmma_splits(rows: int, columns: int, multiprocessors: int) -> int:
     """The same of the wgmma kernel."""
     return _least_splits(-(-rows // 128), columns, multiprocessors, start=4, sums=8, second=6)
+
+
+def backward_wgmma_splits(rows: int, columns: int, multiprocessors: int) -> int:
+    """Ranges of N that backward's wgmma kernel adds up."""
+    return wgmma_splits(columns, -(-rows // _CHUNK) * _CHUNK, multiprocessors)
 
 
 def _least_splits(tiles: int, columns: int, multiprocessors: int, *, start: int, sums: int, second: int) -> int:

@@ -167,28 +167,6 @@ def aligned(size: int, offset: int) -> Tensor:
     return buffer[start : start + size]
 
 
-def packed_product(
-    emulated: Emulated,
-    kernel: int,
-    input: Tensor,
-    packed: Tensor,
-    fmt: Format,
-    k: int,
-    columns: int,
-    addend: Tensor | None = None,
-    splits: int = 1,
-) -> Tensor:
-    """Kernel 0 small, 1 tiled, 3 wgmma of linear, 2 of its backward; input contiguous, an addend of 1 or 2 dimensions."""
-    m = input.shape[0]
-    output = torch.full((m, columns), 7.0, dtype=input.dtype)
-    partial = torch.full((splits, m, columns), float("nan"))
-    sizes = (fmt.id, fmt.block_size, k, DTYPES[input.dtype])
-    added = (ctypes.c_void_p(None), 0) if addend is None else (addend, columns if addend.dim() == 2 else 0)
-    arguments = (kernel, input, m, packed, packed.shape[0], *sizes, *added, output, partial, splits)
-    emulated.call("emulated_packed_product", *arguments)
-    return output
-
-
 ROUTES = ("small", "tiled", "dense", "wgmma")
 
 

@@ -69,15 +69,34 @@ int emulated_error_feedback(const float* weight, const float* factor, const floa
   return cuda::launch_error_feedback(args, rows, row_layout(format, block_size, in_features), nullptr);
 }
 
-// kernel: 0 linear_small, 1 linear_tiled, 2 linear_backward, 3 linear_wgmma.
+// kernel: 0 linear_small, 1 linear_tiled, 2 linear_backward, 3 linear_wgmma, 4 linear_backward_wgmma.
 int emulated_packed_product(int64_t kernel, const void* input, int64_t M, const uint8_t* packed, int64_t N, int64_t format,
                             int64_t block_size, int64_t in_features, int64_t dtype, const void* addend, int64_t addend_stride,
                             void* output, float* partial, int64_t splits) {
   const cuda::PackedProduct product{input, packed, M, N, row_layout(int(format), block_size, in_features), DType(dtype),
                                     addend, addend_stride, output, splits > 1 ? partial : nullptr, splits};
   constexpr decltype(&cuda::launch_linear_small) kKernels[] = {cuda::launch_linear_small, cuda::launch_linear_tiled,
-                                                               cuda::launch_linear_backward, cuda::launch_linear_wgmma};
+                                                               cuda::launch_linear_backward, cuda::launch_linear_wgmma,
+                                                               cuda::launch_linear_backward_wgmma};
   return kKernels[kernel](product, nullptr);
+}
+
+// d += a @ b, 16 x 16, row-major: lane 16 i + r reads row r of b's columns 8 i .. 8 i + 7.
+int emulated_row_major_product(const __nv_bfloat16* a, const __nv_bfloat16* b, float* d) {
+  return emulator::run(1, 1, 32, 512, [=] {
+    const unsigned lane = threadIdx.x, g = lane / 4, t = lane % 4;
+    __nv_bfloat16* const shared = cuda::dynamic_shared<__nv_bfloat16>();
+    for (unsigned i = lane; i < 256; i += 32) shared[i] = b[i];
+    emulator::syncthreads();
+    uint32_t columns[4], rows[4];
+    cuda::load_matrices_transposed(shared + lane % 16 * 16 + lane / 16 * 8, columns);
+    for (unsigned i = 0; i < 4; ++i) memcpy(&rows[i], a + (g + i % 2 * 8) * 16 + 2 * t + i / 2 * 8, 4);
+    for (unsigned i = 0; i < 2; ++i) {
+      float sums[4] = {};
+      cuda::mma_m16n8k16<__nv_bfloat16>(sums, rows, {columns[2 * i], columns[2 * i + 1]});
+      for (unsigned e = 0; e < 4; ++e) d[(g + e / 2 * 8) * 16 + 8 * i + 2 * t + e % 2] += sums[e];
+    }
+  });
 }
 
 int64_t backward_splits_of(int64_t N, int64_t K, int64_t multiprocessors, int64_t resident) {
@@ -119,6 +138,9 @@ int linear_route_of(int backward, int64_t M, int64_t N, int64_t K, int format, i
 }
 
 int64_t wgmma_splits_of(int64_t N, int64_t K, int64_t multiprocessors) { return cuda::wgmma_splits(N, K, multiprocessors); }
+int64_t backward_wgmma_splits_of(int64_t N, int64_t K, int64_t multiprocessors) {
+  return cuda::backward_wgmma_splits(N, K, multiprocessors);
+}
 int64_t tiled_splits_of(int64_t N, int64_t K, int64_t multiprocessors) { return cuda::tiled_splits(N, K, multiprocessors); }
 
 void small_plan_of(int64_t N, int64_t K, int64_t multiprocessors, int64_t* out) {

@@ -107,6 +107,13 @@ template <class T>
 T __ldg(const T* p) {
   return *p;
 }
+// Byte i of the result is the byte of (high, low) that nibble i of the selector names.
+inline unsigned __byte_perm(unsigned low, unsigned high, unsigned selector) {
+  const uint64_t both = uint64_t(high) << 32 | low;
+  unsigned result = 0;
+  for (unsigned i = 0; i < 4; ++i) result |= unsigned(both >> (8 * (selector >> (4 * i) & 7)) & 0xFFu) << (8 * i);
+  return result;
+}
 using std::max;
 using std::min;
 
@@ -145,6 +152,7 @@ class PairTable {
  public:
   PairTable(const float2* table, int part) : table_(table + threadIdx.x % 16), shift_(8 * part) {}
   float2 at(uint32_t word) const { return table_[((word >> shift_) & 0xFFu) * 16]; }
+  float2 at(uint32_t word, int i) const { return table_[((word >> (8 * i)) & 0xFFu) * 16]; }
 
  private:
   const float2* table_;
@@ -203,8 +211,28 @@ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2])
     for (unsigned k = 0; k < 16; ++k) d[i] += rows[i / 2][k] * columns[i % 2][k];
 }
 
+inline uint32_t shared_address(const void* p) {
+  return emulator::kDynamicStart + uint32_t(static_cast<const char*>(p) - static_cast<const char*>(emulator::dynamic_shared()));
+}
+
+// ldmatrix.x4.trans: lane 8 i + r has row r of matrix i; a lane's register i is matrix i's column lane / 4, of rows 2 (lane % 4) and
+// the next.
+inline void load_matrices_transposed(const void* row, uint32_t (&d)[4]) {
+  if (shared_address(row) % 16 != 0) emulator::fail_thread(cudaErrorMisalignedAddress);
+  const unsigned lane = threadIdx.x % 32;
+  memcpy(emulator::warp_slot(lane), row, 16);
+  emulator::syncwarp();
+  for (unsigned i = 0; i < 4; ++i) {
+    uint16_t pair[2];
+    for (unsigned r = 0; r < 2; ++r)
+      memcpy(&pair[r], static_cast<char*>(emulator::warp_slot(8 * i + lane % 4 * 2 + r)) + lane / 4 * 2, 2);
+    memcpy(&d[i], pair, 4);
+  }
+  emulator::syncwarp();
+}
+
 inline void copy_async(void* to, const void* from, bool there) { emulator::copy_async(to, from, 16, there); }
-inline void copy_async_4(void* to, const void* from) { emulator::copy_async(to, from, 4, true); }
+inline void copy_async_4(void* to, const void* from, bool there) { emulator::copy_async(to, from, 4, there); }
 inline void copy_async_commit() { emulator::copy_async_commit(); }
 template <int N>
 void copy_async_wait() {
@@ -216,9 +244,6 @@ T* dynamic_shared() {
   return static_cast<T*>(emulator::dynamic_shared());
 }
 
-inline uint32_t shared_address(const void* p) {
-  return emulator::kDynamicStart + uint32_t(static_cast<const char*>(p) - static_cast<const char*>(emulator::dynamic_shared()));
-}
 inline void fence_async_proxy() { emulator::fence_async_proxy(); }
 template <int Registers, int Steps>
 void wgmma_fence(float (&d)[Registers], uint32_t (&a)[Steps][4]) {

@@ -12,23 +12,17 @@ from torch import Tensor
 import halfbyte
 from halfbyte.formats import Format
 
-from .conftest import packed_product, route_of
-
-ROUNDING = {torch.bfloat16: 2.0**-9, torch.float16: 2.0**-11}  # of one rounding, relative
+from .conftest import route_of
+from .products import ROUNDING, check_product, decoded, packed_product, scheduled
 
 
 def run(emulated: Any, x: Tensor, packed: Tensor, fmt: Format, bias: Tensor | None = None, splits: int = 1) -> Tensor:
-    return packed_product(emulated, 0, x, packed, fmt, x.shape[1], packed.shape[0], bias, splits)
+    return packed_product(emulated, "small", x, packed, fmt, x.shape[1], bias, splits)
 
 
 def check(y: Tensor, x: Tensor, packed: Tensor, fmt: Format, bias: Tensor | None = None) -> None:
-    """|error| <= sum |x| |w| (rounding of the codebook + fp32 sums) + rounding of the result."""
-    w = halfbyte.dequantize(packed, fmt, x.shape[1], torch.float32).double()
-    exact = x.double() @ w.T + (0 if bias is None else bias.double())
-    magnitude = x.double().abs() @ w.abs().T + (0 if bias is None else bias.double().abs())
-    eps = ROUNDING[x.dtype]
-    bound = magnitude * (eps + x.shape[1] * 2.0**-24) + exact.abs() * eps * 1.01 + 1e-7
-    assert ((y.double() - exact).abs() <= bound).all(), ((y.double() - exact).abs() / bound).max()
+    """Codebook values are rounded to 16 bits."""
+    check_product(y, x, decoded(packed, fmt, x.shape[1]).T, bias, ROUNDING[x.dtype])
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -56,11 +50,8 @@ def test_splits_are_added_and_repeatable(emulated: Any, splits: int) -> None:
     bias = torch.randn(20).to(torch.bfloat16)
     y = run(emulated, x, packed, fmt, bias, splits)
     check(y, x, packed, fmt, bias)
-    emulated.reversed_threads(True)
-    try:
+    with scheduled(emulated, reverse=True):
         assert torch.equal(run(emulated, x, packed, fmt, bias, splits), y)
-    finally:
-        emulated.reversed_threads(False)
 
 
 def test_a_row_does_not_depend_on_its_batch(emulated: Any) -> None:

@@ -12,27 +12,19 @@ from torch import Tensor
 import halfbyte
 from halfbyte.formats import Format
 
-from .conftest import packed_product, route_of
-
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of one rounding, relative
+from .conftest import route_of
+from .products import ROUNDING, check_product, decoded, packed_product, scheduled
 
 
 def run(
     emulated: Any, grad: Tensor, packed: Tensor, fmt: Format, k: int, addend: Tensor | None = None, splits: int = 1
 ) -> Tensor:
-    return packed_product(emulated, 2, grad, packed, fmt, k, k, addend, splits)
+    return packed_product(emulated, "backward", grad, packed, fmt, k, addend, splits)
 
 
 def check(dx: Tensor, grad: Tensor, packed: Tensor, fmt: Format, addend: Tensor | None = None) -> None:
-    """Codebook, scale and product of a weight rounded to 16 bits, fp32 sums, one rounding of the result."""
-    n, k = grad.shape[1], dx.shape[1]
-    w = halfbyte.dequantize(packed, fmt, k, torch.float32).double()
-    exact = grad.double() @ w + (0 if addend is None else addend.double())
-    magnitude = grad.double().abs() @ w.abs() + (0 if addend is None else addend.double().abs())
-    eps = ROUNDING[grad.dtype]
-    tiny = 2.0**-25 * grad.double().abs().sum(1, keepdim=True)  # fp16 weights below 2^-14
-    bound = magnitude * (3.02 * eps + n * 2.0**-24) + exact.abs() * eps + tiny + 1e-7
-    assert ((dx.double() - exact).abs() <= bound).all(), float(((dx.double() - exact).abs() / bound).max())
+    """Codebook, scale and product of a weight are rounded to 16 bits; tiny: fp16 weights below 2^-14."""
+    check_product(dx, grad, decoded(packed, fmt, dx.shape[1]), addend, 3.02 * ROUNDING[grad.dtype], 2.0**-25)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -68,11 +60,8 @@ def test_splits_are_added_and_repeatable(emulated: Any, m: int, splits: int) -> 
     grad, packed = torch.randn(m, 340).bfloat16(), halfbyte.quantize(torch.randn(340, 80), fmt)
     dx = run(emulated, grad, packed, fmt, 80, None, splits)
     check(dx, grad, packed, fmt)
-    emulated.reversed_threads(True)
-    try:
+    with scheduled(emulated, reverse=True):
         assert torch.equal(run(emulated, grad, packed, fmt, 80, None, splits), dx)
-    finally:
-        emulated.reversed_threads(False)
 
 
 def test_a_row_does_not_depend_on_its_batch(emulated: Any) -> None:
@@ -99,8 +88,23 @@ def test_an_invalid_block_gives_nan_in_its_columns_only(emulated: Any) -> None:
         ({"M": 1, "N": 4, "K": 16, "block_size": 32}, "small"),
         ({"M": 17}, "tiled"),
         ({"M": 64, "format": 2}, "tiled"),
-        ({"M": 65}, "M is 0 or past kBackwardM"),
-        ({"M": 0}, "M is 0 or past kBackwardM"),
+        ({"M": 65}, "M is past kBackwardM"),
+        ({"M": 0}, "nothing to multiply"),
+        ({"M": 16, "wgmma": 1}, "small"),
+        ({"M": 64, "wgmma": 1}, "tiled"),
+        ({"M": 65, "wgmma": 1}, "wgmma"),
+        ({"M": 256, "wgmma": 1, "N": 8, "K": 16, "block_size": 32}, "wgmma"),
+        ({"M": 257, "wgmma": 1}, "M is past kBackwardWgmmaM"),
+        ({"M": 65, "wgmma": 1, "input_width": 8}, "M is past kBackwardM"),
+        ({"M": 65, "wgmma": 1, "packed_width": 8}, "M is past kBackwardM"),
+        ({"M": 65, "wgmma": 1, "dtype": 0}, "float32 grad_output"),
+        ({"M": 2000, "wgmma": 1, "forced": 3}, "wgmma"),
+        ({"M": 8, "wgmma": 1, "forced": 3}, "wgmma"),
+        ({"M": 65, "forced": 3}, "dense"),
+        ({"M": 128, "forced": 1}, "tiled"),
+        ({"M": 129, "forced": 1}, "dense"),
+        ({"M": 17, "forced": 0}, "dense"),
+        ({"M": 8, "forced": 2}, "dense"),
         ({"format": 4, "block_size": 4096}, "not a 4-bit format"),
         ({"K": 4104}, "K is not a multiple of 16"),
         ({"N": 4098}, "N is not a multiple of 4"),

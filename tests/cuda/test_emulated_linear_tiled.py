@@ -12,12 +12,13 @@ from torch import Tensor
 import halfbyte
 from halfbyte.formats import Format
 
-from .conftest import aligned, packed_product
-from .test_emulated_linear import ROUNDING, check
+from .conftest import aligned
+from .products import ROUNDING, check_least_splits, packed_product, scheduled
+from .test_emulated_linear import check
 
 
 def run(emulated: Any, x: Tensor, packed: Tensor, fmt: Format, addend: Tensor | None = None, splits: int = 1) -> Tensor:
-    return packed_product(emulated, 1, x, packed, fmt, x.shape[1], packed.shape[0], addend, splits)
+    return packed_product(emulated, "tiled", x, packed, fmt, x.shape[1], addend, splits)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -54,11 +55,8 @@ def test_splits_are_added_repeatably_and_nothing_races(emulated: Any, m: int, sp
     bias = torch.randn(20).bfloat16()
     y = run(emulated, x, packed, fmt, bias, splits)
     check(y, x, packed, fmt, bias)
-    emulated.reversed_threads(True)
-    try:
+    with scheduled(emulated, reverse=True):
         assert torch.equal(run(emulated, x, packed, fmt, bias, splits), y)
-    finally:
-        emulated.reversed_threads(False)
 
 
 def test_a_row_does_not_depend_on_its_batch(emulated: Any) -> None:
@@ -106,11 +104,4 @@ def test_copies_from_other_addresses_are_refused(emulated: Any, offset: int) -> 
 def test_splits_are_full_and_the_best_of_all(emulated: Any, n: int, k: int, sms: int) -> None:
     emulated.c.tiled_splits_of.restype = ctypes.c_int64
     splits = emulated.c.tiled_splits_of(*map(ctypes.c_int64, (n, k, sms)))
-    tiles, steps = -(-n // 256), k // 64
-    length = -(-steps // splits)
-    assert (splits - 1) * length < steps <= splits * length
-
-    def cost(count: int) -> int:
-        return -(-tiles * count // sms) * (-(-steps // count) + (7 if count > 1 else 2)) + (5 if count > 1 else 0)
-
-    assert cost(splits) == min(map(cost, range(1, min(steps, 64) + 1)))
+    check_least_splits(splits, -(-n // 256), k // 64, sms, start=2, sums=5, second=5)

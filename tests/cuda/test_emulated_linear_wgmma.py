@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import itertools
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -15,34 +12,17 @@ from torch import Tensor
 import halfbyte
 from halfbyte.formats import Format
 
-from .conftest import aligned, packed_product
-
-ROUNDING = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of one rounding, relative
+from .conftest import aligned
+from .products import ROUNDING, SCHEDULES, check_least_splits, check_product, decoded, packed_product, scheduled
 
 
 def run(emulated: Any, x: Tensor, packed: Tensor, fmt: Format, addend: Tensor | None = None, splits: int = 1) -> Tensor:
-    return packed_product(emulated, 3, x, packed, fmt, x.shape[1], packed.shape[0], addend, splits)
-
-
-@contextmanager
-def scheduled(emulated: Any, reverse: bool, late: bool) -> Iterator[None]:
-    """reverse: threads from the last to the first, copies at once; late: products at the wait that asks for them."""
-    emulated.reversed_threads(reverse)
-    emulated.late_products(late)
-    try:
-        yield
-    finally:
-        emulated.reversed_threads(False)
-        emulated.late_products(False)
+    return packed_product(emulated, "wgmma", x, packed, fmt, x.shape[1], addend, splits)
 
 
 def check(y: Tensor, x: Tensor, packed: Tensor, fmt: Format, addend: Tensor | None = None) -> None:
     """Weights are what dequantize gives: what is left is the order of the sums in fp32, and one rounding of the result."""
-    w = halfbyte.dequantize(packed, fmt, x.shape[1], x.dtype).double()
-    added = torch.zeros(1, dtype=torch.float64) if addend is None else addend.double()
-    exact, magnitude = x.double() @ w.T + added, x.double().abs() @ w.abs().T + added.abs()
-    bound = magnitude * x.shape[1] * 2.0**-24 + exact.abs() * ROUNDING[x.dtype] * 1.01 + 2.0**-25
-    assert ((y.double() - exact).abs() <= bound).all(), ((y.double() - exact).abs() / bound).max()
+    check_product(y, x, decoded(packed, fmt, x.shape[1], x.dtype).T, addend, 0.0)
 
 
 @pytest.mark.parametrize("dtype", ROUNDING, ids=str)
@@ -60,9 +40,6 @@ def test_values(emulated: Any, name: str, dtype: torch.dtype) -> None:
     addend = torch.randn(m, n, generator=generator).to(dtype)  # lora_linear's branch
     for added, splits in ((None, 1), (addend, 1), (addend, 2)):
         check(run(emulated, x, packed, fmt, added, splits), x, packed, fmt, added)
-
-
-SCHEDULES = list(itertools.product((False, True), repeat=2))
 
 
 @pytest.mark.parametrize(("m", "splits"), [(65, 1), (130, 3), (256, 2)])
@@ -129,11 +106,4 @@ def test_rows_at_addresses_of_16(emulated: Any) -> None:
 def test_splits_are_full_and_the_best_of_all(emulated: Any, n: int, k: int, sms: int) -> None:
     emulated.c.wgmma_splits_of.restype = ctypes.c_int64
     splits = emulated.c.wgmma_splits_of(*map(ctypes.c_int64, (n, k, sms)))
-    tiles, steps = -(-n // 128), k // 64
-    length = -(-steps // splits)
-    assert (splits - 1) * length < steps <= splits * length
-
-    def cost(count: int) -> int:
-        return -(-tiles * count // sms) * (-(-steps // count) + (12 if count > 1 else 4)) + (6 if count > 1 else 0)
-
-    assert cost(splits) == min(map(cost, range(1, min(steps, 64) + 1)))
+    check_least_splits(splits, -(-n // 128), k // 64, sms, start=4, sums=8, second=6)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 import halfbyte
 from halfbyte.formats import Format
 
-from .conftest import HERE, ROOT, Emulated, compiled, linked, packed_product
-from .test_emulated_linear_wgmma import SCHEDULES, check, scheduled
+from .conftest import HERE, ROOT, Emulated, compiled, linked
+from .products import SCHEDULES, packed_product, scheduled
+from .test_emulated_linear_backward_wgmma import check as check_backward
+from .test_emulated_linear_wgmma import check
 
 
 def address(emulated: Any, descriptor: int, n: int, k: int) -> int:
@@ -69,10 +72,18 @@ def test_addresses_are_those_of_the_canonical_layouts(emulated: Any, mode: int, 
         assert address(emulated, descriptor ^ 1 << 16, 0, 8) != address(emulated, descriptor, 0, 8)
 
 
+def test_matrices_loaded_transposed_are_what_a_tensor_core_takes(emulated: Any) -> None:
+    """As Triton and others use ldmatrix.x4.trans for row-major B: registers 2 i and 2 i + 1 are columns 8 i .. 8 i + 7."""
+    a, b, d = torch.randn(16, 16).bfloat16(), torch.randn(16, 16).bfloat16(), torch.zeros(16, 16)
+    emulated.call("emulated_row_major_product", a, b, d)
+    torch.testing.assert_close(d.double(), a.double() @ b.double(), rtol=1e-5, atol=1e-5)
+
+
 FENCE = "    fence_async_proxy();\n"
 ARRIVED = "    __syncthreads();  // stage s + 1 has arrived, stage s - 1 has been read by everyone\n"
-FILL = "    fill(a, shared, before, s + S::kSlots - 1, s + S::kSlots - 1 < end);\n"
-FAULTS = {
+FILL = "    fill(before, s + S::kSlots - 1);\n"
+DECODE = "    decode(s + 1, next);\n"
+FAULTS = {  # of both kernels
     "no wait at the end": ("  wgmma_wait<0>(sums);\n", ""),
     "a wait for one group too few": ("wgmma_wait<1>", "wgmma_wait<2>"),
     "no commit": ("    wgmma_commit();\n", ""),
@@ -90,7 +101,7 @@ FAULTS = {
     "a slot filled before the barrier": (ARRIVED + FILL, FILL + ARRIVED),
     "a slot filled one step early": (
         FILL,
-        "    fill(a, shared, (before + 1) % S::kSlots, s + S::kSlots, s + S::kSlots < end);\n",
+        "    fill((before + 1) % S::kSlots, s + S::kSlots);\n",
     ),
     "input not swizzled": ("(unit ^ (token % 8)) * 16", "unit * 16"),
     "input swizzled by too little": ("(unit ^ (token % 8)) * 16", "(unit ^ (token % 4)) * 16"),
@@ -99,46 +110,68 @@ FAULTS = {
     "mode of the swizzle": ("uint64_t(1) << 62", "uint64_t(2) << 62"),
     "advance along k": ("kDescriptorK16 = 32 >> 4", "kDescriptorK16 = 16 >> 4"),
     "weights decoded into registers in use": (
-        "    decode(a, shared, slot, s + 1, next);\n",
-        "    decode(a, shared, slot, s + 1, now);\n    memcpy(next, now, sizeof now);\n",
+        DECODE,
+        "    decode(s + 1, now);\n    memcpy(next, now, sizeof now);\n",
     ),
-    "codes read before their barrier": (
-        ARRIVED + FILL + "    decode(a, shared, slot, s + 1, next);\n",
-        "    decode(a, shared, slot, s + 1, next);\n" + ARRIVED + FILL,
-    ),
+    "codes read before their barrier": (ARRIVED + FILL + DECODE, DECODE + ARRIVED + FILL),
+}
+BACKWARD_FAULTS = {
+    "units of codes not where they are read": ("(unit_ ^ (row_ / 2 % 4)) * 16", "unit_ * 16"),
+    "another unit of codes": ("(mine ^ (lane / 2 % 4)) * 16", "(mine ^ (lane / 4 % 4)) * 16"),
+    "the other warpgroup's byte": ("0x1111u * uint32_t(thread / 128)", "0x1111u * uint32_t(1 - thread / 128)"),
+    "nibbles not interleaved": ("(one & 0xF0F0F0F0u) | ((two >> 4) & 0x0F0F0F0Fu)", "one"),
+    "rows in the wrong order": ("low, high, 0x5410)", "low, high, 0x4510)"),
+    "one scale for two rows": ("mul_rn(pair.y, scale.y)", "mul_rn(pair.y, scale.x)"),
+    "another unit's scales": ("mine * kPitch)", "(3 - mine) * kPitch)"),
+    "another block's byte": ("(first + uint32_t(32 * mine)) >> a.block_shift) % 4", "first >> a.block_shift) % 4"),
+    "columns where they are not": ("8 * (output % 2) + g", "8 * (1 - output % 2) + g"),
+    "scales of the first step": ("scales_ + ahead, within", "scales_, within"),
+    "step and low exchanged": ("step.y, low.y", "low.y, step.y"),
+    "half of a lane's rows": ("from_ + half * 32 * kRow", "from_"),
 }
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", FAULTS)
-def test_every_seeded_fault_shows(emulated: Any, fault: str, tmp_path: Path) -> None:
-    right, wrong = FAULTS[fault]
+@pytest.mark.parametrize(
+    ("kernel", "fault"),
+    [*itertools.product(("wgmma", "backward wgmma"), FAULTS), *(("backward wgmma", fault) for fault in BACKWARD_FAULTS)],
+)
+def test_every_seeded_fault_shows(emulated: Any, kernel: str, fault: str, tmp_path: Path) -> None:
+    right, wrong = (FAULTS | BACKWARD_FAULTS)[fault]
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("cpu"))
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "cuda").symlink_to(HERE)
-    texts = {path: path.read_text() for path in (tmp_path / "csrc/cuda/linear_wgmma.cu", tmp_path / "csrc/cuda/wgmma.h")}
+    source = f"linear_{kernel.replace(' ', '_')}.cu"
+    paths = [tmp_path / "csrc/cuda" / name for name in (source, "wgmma_pipeline.h", "wgmma.h")]
+    texts = {path: path.read_text() for path in paths}
     assert sum(text.count(right) for text in texts.values()) == 1
     for path, text in texts.items():
         path.write_text(text.replace(right, wrong))
-    changed = compiled(tmp_path / "csrc/cuda/linear_wgmma.cu", tmp_path / "linear_wgmma.cu.o")
+    changed = compiled(tmp_path / "csrc/cuda" / source, tmp_path / f"{source}.o")
     sources = [*(ROOT / "csrc" / "cuda").glob("*.cu"), *HERE.glob("*.cpp")]
     objects = [ROOT / "build" / "emulated_cuda" / f"{source.name}.o" for source in sources]  # of the emulated fixture
     others = [path for path in objects if path.name != changed.name]
     faulty = Emulated(linked([changed, *others], tmp_path / "faulty.so"))
-    fmt = Format.parse("nf4")
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(200, 1088, generator=generator).bfloat16()
-    packed = halfbyte.quantize(torch.randn(130, 1088, generator=generator), fmt)
+    # Of the backward a last step of 56 rows, and blocks of which a tile has several.
+    sizes, names, holding = ((1088, 130, 1088), ["nf4"], check)
+    if kernel == "backward wgmma":
+        sizes, names, holding = ((1080, 1080, 144), ["nf4:32", "nf4-dq:32"], check_backward)
+    reduction, n, k = sizes
+    x = torch.randn(200, reduction, generator=generator).bfloat16()
+    weight = torch.randn(n, k, generator=generator)
+    problems = [(halfbyte.quantize(weight, name), Format.parse(name)) for name in names]
 
     def holds(kernels: Emulated, reverse: bool, late: bool) -> bool:
         with scheduled(kernels, reverse, late):
             try:
-                check(packed_product(kernels, 3, x, packed, fmt, 1088, 130), x, packed, fmt)
+                for packed, fmt in problems:
+                    holding(packed_product(kernels, kernel, x, packed, fmt, k), x, packed, fmt)
             except (AssertionError, RuntimeError):
                 return False
         return True
 
     assert all(holds(emulated, *schedule) for schedule in SCHEDULES)
     found = [schedule for schedule in SCHEDULES if not holds(faulty, *schedule)]
-    print(f"{fault}: shows with (reversed threads and copies at once, products late) {found}")
+    print(f"{kernel}, {fault}: shows with (reversed threads and copies at once, products late) {found}")
     assert found

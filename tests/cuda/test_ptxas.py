@@ -18,6 +18,7 @@ LIMITS = {
     "fp8_linear": 64,
     "int8_linear": 80,
     "linear_backward": 255,
+    "linear_backward_wgmma": 232,
     "linear_small": 128,
     "linear_tiled": 255,
     "linear_wgmma": 232,
@@ -32,7 +33,8 @@ def test_every_kernel_file_has_a_limit() -> None:
 
 # As setup.py has them (WGMMA_FILES).
 PLAIN = ["-gencode=arch=compute_90,code=sm_90"]
-HOPPER = {"linear_wgmma": ["-gencode=arch=compute_90a,code=sm_90a", "-DHALFBYTE_HAVE_SM90A"]}
+WITH_WGMMA = ["-gencode=arch=compute_90a,code=sm_90a", "-DHALFBYTE_HAVE_SM90A"]
+HOPPER = {"linear_wgmma": WITH_WGMMA, "linear_backward_wgmma": WITH_WGMMA}
 
 
 @pytest.mark.slow

@@ -44,10 +44,12 @@ def test_backward_and_lora_on_cuda() -> None:
     assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == sums
     lora = (grad, packed, None, None, 0, 64, K)
     assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == sums + 64 * K * 2
-    grad, packed = tensors(65, N, torch.bfloat16)
+    grad, packed = tensors(256, N, torch.bfloat16)  # wgmma: 8 steps of 64 rows are one range
+    assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == 0
+    grad, packed = tensors(257, N, torch.bfloat16)
     assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == N * K * 2
     lora = (grad, packed, None, None, 0, 64, K)
-    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == N * K * 2 + 65 * K * 2
+    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == N * K * 2 + 257 * K * 2
     input, packed = tensors(257, K, torch.bfloat16)
     lora = (input, packed, None, None, None, 1.0, [], 0, 64, K)
     assert _TEMPORARIES["halfbyte.lora_linear.default"](lora) == N * K * 2 + 257 * N * 2
