@@ -15,8 +15,9 @@ from torch.optim.optimizer import Optimizer, ParamsT
 from halfbyte.optim import backward, foreign
 from halfbyte.optim.dynamic_map import row_blocks, zero_code
 from halfbyte.optim.offload import step_streamed, to_host
+from halfbyte.optim.owners import SecondOwners
 from halfbyte.optim.sharding import first_element, global_shape, is_dtensor, is_eligible, like_param, local, local_grad
-from halfbyte.optim.work import Group, Moment, State, Work
+from halfbyte.optim.work import Group, Members, Moment, State, Work
 
 
 class Optimizer8bit(Optimizer):
@@ -48,6 +49,7 @@ class Optimizer8bit(Optimizer):
     ) -> None:
         self._offload = offload
         self.fused_backward = fused_backward
+        self._owners = SecondOwners()
         super().__init__(params, defaults)
 
     # -- what a rule defines
@@ -114,6 +116,7 @@ class Optimizer8bit(Optimizer):
                     "gradients before the first step; use bfloat16 or fused_backward=False"
                 )
             return loss
+        self._owners.follow(self.state)
         for group in self.param_groups:
             self._step_group(group, group["params"])
         return loss
@@ -176,6 +179,7 @@ class Optimizer8bit(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self._owners = SecondOwners()
         if state.get("fused_backward", False):  # a copy or an unpickled optimizer: its parameters have no hooks yet
             for index, group in enumerate(self.param_groups):
                 backward.attach(self, index, group["params"])
@@ -237,7 +241,7 @@ class Optimizer8bit(Optimizer):
             idle = [p for p, grad in zip(params, grads, strict=True) if grad is None]
             params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [p.grad for p in params]
-        states = list(map(self.state.__getitem__, params))
+        states = self._states(params)
         if not all(states):
             self._init_states(group, params, states)
         for (quantized, device), members in self._alike(params, cast(list[Tensor], grads), states).items():
@@ -251,24 +255,36 @@ class Optimizer8bit(Optimizer):
                 for step in {id(step): step for step in work.steps}.values():
                     step.sub_(work.found_inf)
 
+    def _states(self, params: list[Tensor]) -> list[State]:
+        # Looking a tensor up calls Python (Tensor.__hash__). Often the states are those of these parameters, in their order.
+        if len(params) == len(self.state) and all(map(is_, params, self.state)):
+            return list(self.state.values())
+        return list(map(self.state.__getitem__, params))
+
     def _alike(
         self, params: list[Tensor], grads: list[Tensor], states: list[State]
-    ) -> dict[tuple[bool, torch.device], tuple[list[Tensor], list[Tensor], list[State]]]:
-        """Parameters, gradients and states by (whether in 8 bits, device), those in 8 bits first."""
+    ) -> dict[tuple[bool, torch.device], Members]:
+        """Parameters, gradients, states and step counts by (whether in 8 bits, device), those in 8 bits first."""
         if not params:
             return {}
         codes = self.moments[0].codes
         quantized = [codes in state for state in states]
-        if all(quantized) == any(quantized) and len(set(map(Tensor.get_device, params))) == 1:
-            return {(quantized[0], params[0].device): (params, grads, states)}
-        found: dict[tuple[bool, torch.device], tuple[list[Tensor], list[Tensor], list[State]]] = {}
+        steps = [state["step"] for state in states]
+        if all(quantized) == any(quantized):
+            # One count fits one device only, which the op asks of every tensor: asking here as well takes longer than this.
+            if quantized[0] and all(map(is_, steps, repeat(steps[0]))):
+                return {(True, params[0].device): (params, grads, states, steps[:1])}
+            if len(set(map(Tensor.get_device, params))) == 1:
+                return {(quantized[0], params[0].device): (params, grads, states, steps)}
+        found: dict[tuple[bool, torch.device], Members] = {}
         for wanted in (True, False):
-            for is_quantized, p, grad, state in zip(quantized, params, grads, states, strict=True):
+            for is_quantized, p, grad, state, step in zip(quantized, params, grads, states, steps, strict=True):
                 if is_quantized == wanted:
-                    members = found.setdefault((wanted, p.device), ([], [], []))
+                    members = found.setdefault((wanted, p.device), ([], [], [], []))
                     members[0].append(p)
                     members[1].append(grad)
                     members[2].append(state)
+                    members[3].append(step)
         return found
 
     def _init_states(self, group: Group, params: list[Tensor], states: list[State]) -> None:
@@ -315,11 +331,18 @@ class Optimizer8bit(Optimizer):
         if self._offload:
             codes, scales = to_host(codes, param.device), to_host(scales, param.device)
         rows = param.shape[0] if param.dim() > 1 else 1
+        self._owners.drop()
         state[moment.codes] = like_param(param, codes, tuple(param.shape))
         state[moment.scales] = like_param(param, scales, (rows, scales.shape[1]))
 
     def _gather(
-        self, group: Group, members: list[Tensor], grads: list[Tensor], states: list[State], device: torch.device
+        self,
+        group: Group,
+        members: list[Tensor],
+        grads: list[Tensor],
+        states: list[State],
+        steps: list[Tensor],
+        device: torch.device,
     ) -> Work:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         sharded = set(map(type, members)) != {Parameter} and any(map(is_dtensor, members))
@@ -327,7 +350,7 @@ class Optimizer8bit(Optimizer):
             params=[local(p) for p in members] if sharded else list(members),
             grads=[cast(Tensor, local_grad(p)) for p in members] if sharded else grads,
             states=states,
-            steps=[state["step"] for state in states],
+            steps=steps,
             offsets=self._offsets(members) if group["stochastic_rounding"] else [],
             grad_scale=None if scale is None else scale.to(device),
             found_inf=None if found is None else found.to(device),
@@ -344,7 +367,7 @@ class Optimizer8bit(Optimizer):
                 if id(step) in idle_steps:
                     state["step"] = fresh.setdefault(id(step), step.clone())
             work.steps = [state["step"] for state in work.states]
-        if all(map(is_, work.steps, repeat(work.steps[0]))):
+        if len(work.steps) > 1 and all(map(is_, work.steps, repeat(work.steps[0]))):
             work.steps = work.steps[:1]
         for step in {id(step): step for step in work.steps}.values():
             step.add_(1)

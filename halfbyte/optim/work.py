@@ -11,6 +11,8 @@ from halfbyte.optim.sharding import local
 
 Group = dict[str, Any]
 State = dict[str, Any]
+Members = tuple[list[Tensor], list[Tensor], list[State], list[Tensor]]
+"""Parameters, their gradients and states, and step counts: one for all or one each."""
 
 
 @dataclass(frozen=True)
