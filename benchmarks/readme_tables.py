@@ -42,9 +42,9 @@ WHOLE = [
 ]
 
 
-def load(name: str) -> dict[str, Any]:
+def load(name: str, isa: str = "avx512") -> dict[str, Any]:
     """The newest committed result of a benchmark."""
-    (path,) = sorted((HERE / "results").glob(f"{name}-avx512.json")) or sorted((HERE / "results").glob(f"{name}.json"))
+    (path,) = sorted((HERE / "results").glob(f"{name}-{isa}.json")) or sorted((HERE / "results").glob(f"{name}.json"))
     return dict(json.loads(path.read_text()))
 
 
@@ -65,11 +65,11 @@ def milliseconds(seconds: float) -> str:
     return f"{seconds * 1e3:.3g}"
 
 
-def speed() -> str:
+def speed(isa: str = "avx512") -> str:
     """One line per op; ours is bold where a peer is faster."""
     rows = []
     for label, file, title, peers in SPEED:
-        (found,) = (c for c in load(file)["comparisons"] if c["title"] == title)
+        (found,) = (c for c in load(file, isa)["comparisons"] if c["title"] == title)
         times = {row["name"]: row["median"] for row in found["rows"]}
         torch, note = peers.get("torch", (None, ""))
         others = [times.get("bitsandbytes"), times.get(torch) if torch else None]
@@ -77,7 +77,7 @@ def speed() -> str:
         lost = any(other is not None and other < times["halfbyte"] for other in others)
         shown = [milliseconds(t) if t is not None else "" for t in others]
         rows.append([label, f"**{ours}**" if lost else ours, shown[0], f"{shown[1]} {note}".strip()])
-    version = load("quantize")["environment"]["versions"]["bitsandbytes"]
+    version = load("quantize", isa)["environment"]["versions"]["bitsandbytes"]
     return markdown(["milliseconds", "halfbyte", f"bitsandbytes {version}", "torch"], rows)
 
 
@@ -147,6 +147,7 @@ def support() -> str:
 TABLES = {
     "support": support,
     "speed": speed,
+    "speed amx": lambda: speed("amx"),
     "whole runs": whole_runs,
     "accuracy": accuracy,
     "calibration": calibration,

@@ -1,11 +1,11 @@
 // int8_linear: integer products of quantized activations and packed int8 rows, scaled in the epilogue. Included once per ISA,
-// after linear_kernel.h (whose micro-kernel it runs on integers) and int8_linear_<isa>.h.
+// after linear_tiled.h (whose products it runs on integers) and int8_linear_<isa>.h.
 //
 // y = round(float(sum) * (token factor * row factor) + bias), every operation rounded to fp32: the same bits everywhere.
 #pragma once
 
 #include "int8_linear_kernels.h"
-#include "linear_kernel.h"
+#include "linear_tiled.h"
 
 namespace halfbyte::cpu {
 namespace {
@@ -150,19 +150,21 @@ void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const
       for (int64_t r0 = 0; r0 < rows; r0 += L::kDecodedRows) {
         const int64_t decoded = r0 + L::kDecodedRows < rows ? L::kDecodedRows : rows - r0;
         const int64_t padded = round_up(decoded, L::kBlockRows);
+        const bool last_rows = r0 + decoded == rows, last = last_rows && u0 + count == all;
+        const int64_t next_row = last ? n0 + panel_rows : last_rows ? n0 : n0 + r0 + decoded;
+        const int64_t next_unit = last ? 0 : last_rows ? u0 + count : u0;
+        const Ahead next{packed + next_row * l.row_bytes + next_unit * kElements, l.row_bytes, 64 / kElements};
         for (int64_t r = 0; r < decoded; ++r) {
           // Up to 3 bytes past the codes are read: the zeros between codes and scale.
           const uint8_t* codes = packed + (n0 + r0 + r) * l.row_bytes + u0 * kElements;
           offset[r0 + r] += uint32_t(
               Int8Units::weights<L::kVectorStep>(codes, u0 + count < given ? count : given - u0, L::panel_row(panel, r)));
+          if (L::kFetchDecoding)
+            for (int64_t i = 0; i < count * kElements; i += 64) prefetch(next.line + r * l.row_bytes + i);
         }
         for (int64_t r = decoded; r < padded; ++r)
           for (int64_t u = 0; u < count; u += kLanes)
             memset(L::panel_row(panel, r) + u / kLanes * L::kVectorStep, 0, size_t(4 * (u + kLanes < count ? kLanes : count - u)));
-        const bool last_rows = r0 + decoded == rows, last = last_rows && u0 + count == all;
-        const int64_t next_row = last ? n0 + panel_rows : last_rows ? n0 : n0 + r0 + decoded;
-        const int64_t next_unit = last ? 0 : last_rows ? u0 + count : u0;
-        const Ahead next{packed + next_row * l.row_bytes + next_unit * kElements, l.row_bytes, 64 / kElements};
         L::multiply(L::panel(panel), r0, padded, static_cast<const float*>(units), tokens, all, u0, count, sums, u0 == 0, next);
       }
     }

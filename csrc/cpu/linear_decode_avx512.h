@@ -121,6 +121,22 @@ inline __m512 fp8_values(__m128i bytes) {
   return _mm512_cvtph_ps(half);
 }
 
+// What the codes 0 to 127 of a format stand for; fp8: divided by 256, as fp8_values gives them.
+struct Magnitudes {
+  alignas(64) float int8[128], fp8[128];
+
+  constexpr Magnitudes() : int8(), fp8() {
+    for (int i = 0; i < 128; ++i) {
+      int8[i] = float(i);
+      float power = 1.0f / (1 << 17);  // of a step of the subnormal numbers
+      for (int e = 1; e < i / 8; ++e) power *= 2.0f;
+      fp8[i] = float(i < 8 ? i : 8 + i % 8) * power;
+    }
+    fp8[127] = __builtin_nanf("");
+  }
+};
+constexpr Magnitudes kMagnitudes;
+
 // A row of 8-bit codes for bf16 products: every magnitude times the row's scale, rounded to bf16 once, as two tables of
 // bytes. Two look-ups of 64 bytes each take the place of three conversions and a product for every 16 codes.
 struct RowTable : RowScale {
@@ -134,17 +150,13 @@ struct RowTable : RowScale {
                                                62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32,              //
                                                30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
     const __m512i odd_bytes = _mm512_or_si512(even_bytes, _mm512_set1_epi8(1));
-    const __m128i ascending = _mm_setr_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+    const float* magnitudes = l.format == kFP8 ? kMagnitudes.fp8 : kMagnitudes.int8;
     __m512i words[4];
 #pragma GCC unroll 4
     for (int i = 0; i < 4; ++i) {
       __m512 exact[2];
 #pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
-        const __m128i codes = _mm_add_epi8(ascending, _mm_set1_epi8(int8_t(32 * i + 16 * j)));
-        const __m512 magnitudes = l.format == kFP8 ? fp8_values(codes) : _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(codes));
-        exact[j] = _mm512_mul_ps(magnitudes, factor);
-      }
+      for (int j = 0; j < 2; ++j) exact[j] = _mm512_mul_ps(_mm512_load_ps(magnitudes + 32 * i + 16 * j), factor);
       words[i] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(exact[1], exact[0]));
     }
 #pragma GCC unroll 2

@@ -19,7 +19,7 @@ constexpr bool kOnTiles = Product::kUnitElements > 1;
 constexpr bool kOnTiles = false;
 #endif
 
-// Units of K in a panel of decoded weights (linear_kernel.h).
+// Units of K in a panel of decoded weights (linear_tiled.h).
 template <class Product>
 constexpr int64_t kPanelUnits = kOnTiles<Product> ? 128 : 256;
 

@@ -1,7 +1,7 @@
-// Run-time arguments -> instances of linear_kernel.h, and their table. Included once per ISA.
+// Run-time arguments -> instances of linear's kernels, and their table. Included once per ISA.
 #pragma once
 
-#include "linear_kernel.h"
+#include "linear_backward.h"
 
 namespace halfbyte::cpu {
 namespace {

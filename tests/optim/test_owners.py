@@ -78,12 +78,6 @@ def rename(params: list[Parameter], optimizers: list[Optimizer8bit]) -> None:
             state.update(items)
 
 
-def rates(params: list[Parameter], optimizers: list[Optimizer8bit]) -> None:
-    for o in optimizers:
-        for group in o.param_groups:
-            group["lr"] *= 0.5 if params[0] in set(group["params"]) else 1.0
-
-
 EVENTS: dict[str, Event] = {
     "nothing happens": lambda params, optimizers: None,
     "state tensors are replaced": replace_all,
@@ -127,6 +121,22 @@ def test_one_optimizer_equals_one_for_each_parameter(event: str, groups: int) ->
         assert one_after.state[p].keys() == o.state[q].keys()
         for key, value in one_after.state[p].items():
             assert torch.equal(value, o.state[q][key]), (i, key)
+
+
+def test_a_groups_rate_may_change_between_steps() -> None:
+    initial = [torch.randn(shape, generator=torch.Generator().manual_seed(0)) for shape in SHAPES]
+    together, apart = ([Parameter(t.clone()) for t in initial] for _ in range(2))
+    one = AdamW8bit([{"params": part, "quantize_state": True} for part in (together[:4], together[4:])], lr=1e-2)
+    each = [AdamW8bit([{"params": part, "quantize_state": True}], lr=1e-2) for part in (apart[:4], apart[4:])]
+
+    def slower(params: list[Parameter], optimizers: list[Optimizer8bit]) -> None:
+        [group for o in optimizers for group in o.param_groups][1]["lr"] = 1e-3
+
+    run(together, [one], slower)
+    run(apart, list(each), slower)
+    assert all(map(torch.equal, together, apart))
+    run(together, [one], EVENTS["nothing happens"])
+    assert not any(map(torch.equal, together, apart))  # steps do change them
 
 
 def test_states_of_one_group_are_not_those_of_another() -> None:
