@@ -1,6 +1,6 @@
 """Sets the CPU kernels' targets beside what was measured, per instruction set, from the committed results.
 
-    python benchmarks/cpu_targets.py     # reads results/{dequantize,...}-{amx,avx512,avx2,scalar}.json, writes cpu-targets.json
+    python benchmarks/cpu_targets.py     # results/{dequantize,...}-{amx,avx512,avx2,scalar}.json -> cpu-targets.json
 
 A cell says how often our time fits into the peer's, and which share of the floor (a copy or a read of as many bytes, in the
 same rounds) is reached. Goals are those of the design for machines with AVX-512 (with or without AMX) and with AVX2.
