@@ -129,7 +129,7 @@ constexpr LinearKernels linear_kernels() {
   k.unit_multiple[0] = kUnitMultiple<Float32>;
   k.unit_multiple[1] = kUnitMultiple<BFloat16Pairs>;
   k.direct_tokens[0] = kDirectTokens[0];
-  k.direct_tokens[1] = kOnTiles<BFloat16Pairs> ? 4 : kDirectTokens[1];  // tiles multiply 16 tokens in the time of 5
+  k.direct_tokens[1] = kOnTiles<BFloat16Pairs> ? 4 : kDirectTokens[1];  // past them tiles are faster
   k.scratch_bytes = 4 * (forward > reverse ? forward : reverse);
   k.prepare_direct = linear_prepare_direct;
   k.direct = linear_direct;

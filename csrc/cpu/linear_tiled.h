@@ -66,7 +66,7 @@ template <class Product>
 struct Layout<Product> {
   static constexpr int64_t kBlockRows = 2 * kTileSide;
   static constexpr int64_t kDecodedRows = kBlockRows;  // in L1: what is decoded is multiplied by all tokens at once
-  static constexpr bool kFetchDecoding = true;         // tiles have no time to wait for it
+  static constexpr bool kFetchDecoding = true;         // its products may be over too soon
   static constexpr int64_t kVectorStep = kTileUnits;
   static constexpr int64_t kPanelStride = kPanelUnits<Product> + 16;  // a strip's first tile in other L1 sets than the next one's
   static constexpr int64_t kSumsRow = kTileSide;
