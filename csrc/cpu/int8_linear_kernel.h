@@ -131,56 +131,60 @@ void int8_prepare_tiled(const uint8_t* rows, int64_t tokens, const RowLayout& l,
   }
 }
 
-void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units,
-                const float* factors, int64_t tokens, const LinearOutput& output, void* scratch) {
-  constexpr int kElements = Int8Units::kUnitElements;
-#if defined(HALFBYTE_TILES)
-  const TileScope scope;
-#endif
+// Rows of codes for walk_panels.
+class CodeRows {
   using L = Layout<Int8Units>;
-  float* panel = static_cast<float*>(scratch);
-  float* sums = panel + kPanelRows * L::kPanelStride;
-  const int64_t all = int8_units(l), given = (l.in_features + kElements - 1) / kElements;
-  const int64_t panel_rows = tokens <= kFewTokens ? L::kBlockRows : kPanelRows;
-  for (int64_t n0 = row_begin; n0 < row_end; n0 += panel_rows) {
-    const int64_t rows = n0 + panel_rows < row_end ? panel_rows : row_end - n0;
-    uint32_t offset[kPanelRows] = {};
-    for (int64_t u0 = 0; u0 < all; u0 += kPanelUnits<Int8Units>) {
-      const int64_t count = u0 + kPanelUnits<Int8Units> < all ? kPanelUnits<Int8Units> : all - u0;
-      for (int64_t r0 = 0; r0 < rows; r0 += L::kDecodedRows) {
-        const int64_t decoded = r0 + L::kDecodedRows < rows ? L::kDecodedRows : rows - r0;
-        const int64_t padded = round_up(decoded, L::kBlockRows);
-        const bool last_rows = r0 + decoded == rows, last = last_rows && u0 + count == all;
-        const int64_t next_row = last ? n0 + panel_rows : last_rows ? n0 : n0 + r0 + decoded;
-        const int64_t next_unit = last ? 0 : last_rows ? u0 + count : u0;
-        const Ahead next{packed + next_row * l.row_bytes + next_unit * kElements, l.row_bytes, 64 / kElements};
-        for (int64_t r = 0; r < decoded; ++r) {
-          // Up to 3 bytes past the codes are read: the zeros between codes and scale.
-          const uint8_t* codes = packed + (n0 + r0 + r) * l.row_bytes + u0 * kElements;
-          offset[r0 + r] += uint32_t(
-              Int8Units::weights<L::kVectorStep>(codes, u0 + count < given ? count : given - u0, L::panel_row(panel, r)));
-          if (L::kFetchDecoding)
-            for (int64_t i = 0; i < count * kElements; i += 64) prefetch(next.line + r * l.row_bytes + i);
-        }
-        for (int64_t r = decoded; r < padded; ++r)
-          for (int64_t u = 0; u < count; u += kLanes)
-            memset(L::panel_row(panel, r) + u / kLanes * L::kVectorStep, 0, size_t(4 * (u + kLanes < count ? kLanes : count - u)));
-        L::multiply(L::panel(panel), r0, padded, static_cast<const float*>(units), tokens, all, u0, count, sums, u0 == 0, next);
-      }
+  static constexpr int64_t kElements = Int8Units::kUnitElements;
+
+ public:
+  static constexpr int64_t kLineUnits = 64 / kElements;
+
+  CodeRows(const RowLayout& layout, int64_t tokens, const float* token_factors, const LinearOutput& output)
+      : l(layout), tokens(tokens), token_factors(token_factors), output(output) {}
+
+  static int64_t codes_at(int64_t unit) { return unit * kElements; }
+
+  void begin(const uint8_t* rows, int64_t count) {
+    for (int64_t r = 0; r < count; ++r) {
+      offset[r] = 0;
+      factors[r] = int8_factor(rows + r * l.row_bytes, l);
     }
-    float row_factors[kPanelRows];
-    for (int64_t r = 0; r < rows; ++r) row_factors[r] = int8_factor(packed + (n0 + r) * l.row_bytes, l);
+  }
+
+  void decode(int64_t r, const uint8_t* row, int64_t unit, int64_t count, float* out, const uint8_t* next, int64_t next_unit) {
+    // Up to 3 bytes past the codes are read: the zeros between codes and scale.
+    const int64_t given = (l.in_features + kElements - 1) / kElements;
+    offset[r] += uint32_t(Int8Units::weights<L::kVectorStep>(row + codes_at(unit), unit + count < given ? count : given - unit, out));
+    if (L::kFetchDecoding)
+      for (int64_t i = 0; i < count * kElements; i += 64) prefetch(next + codes_at(next_unit) + i);
+  }
+
+  void finish(int64_t n0, int64_t rows, const float* sums) const {
     for (int64_t m0 = 0; m0 < tokens; m0 += 16) {
       const int64_t count = m0 + 16 < tokens ? 16 : tokens - m0;
       float results[16][kPanelRows];
       for (int64_t r = 0; r < rows; ++r) {
         int32_t integers[16];  // tokens past the end are whatever the padded tile gave
         memcpy(integers, sums + L::sums_at(r, m0), sizeof integers);
-        for (int64_t m = 0; m < count; ++m) results[m][r] = int8_result(integers[m], offset[r], factors[m0 + m], row_factors[r]);
+        for (int64_t m = 0; m < count; ++m) results[m][r] = int8_result(integers[m], offset[r], token_factors[m0 + m], factors[r]);
       }
       for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, results[m], rows);
     }
   }
+
+ private:
+  const RowLayout& l;
+  const int64_t tokens;
+  const float* const token_factors;
+  const LinearOutput& output;
+  uint32_t offset[kPanelRows];
+  float factors[kPanelRows];
+};
+
+void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units,
+                const float* factors, int64_t tokens, const LinearOutput& output, void* scratch) {
+  CodeRows rows(l, tokens, factors, output);
+  walk_panels<Int8Units>(packed, row_begin, row_end, l.row_bytes, units, tokens, int8_units(l), scratch, rows);
 }
 
 constexpr Int8LinearKernels int8_linear_kernels() {

@@ -3,8 +3,9 @@
 //
 // By the instruction tables of Sapphire Rapids a tile product takes 16 cycles for 16 x 16 sums of 32 bf16 (64 int8), a tile load 8
 // from L1 (16 rows, two a cycle); from L2 it is slower, the more so where rows lie apart. Two strips of a by two of b make 4
-// products and 4 loads, 64 cycles against 32 from L1. The decoded weights, 2 strips of 128 units (16 KiB), stay in L1 while all
-// strips of the other operand come from L2, fetched one tile ahead. 4 independent products cover the latency of 52 cycles.
+// products and 4 loads, 64 cycles against 32 from L1. Two strips of a (128 units: 16 KiB; decoded weights forward, gradients
+// backward) stay in L1 while all strips of b come from L2, fetched one tile ahead. 4 independent products cover the latency of 52
+// cycles.
 #pragma once
 
 #include "amx_tiles.h"
@@ -52,9 +53,8 @@ inline void fetch_tile(const float* p) {
   for (int r = 0; r < kTileSide; ++r) prefetch(p + r * kTileSide);
 }
 
-// sums of ROWS strips of a (from `row` on) by COLUMNS of b += over `steps` tiles of each. kStreamA: a is the operand that comes
-// from L2, else b.
-template <bool kInteger, bool kStreamA, int ROWS, int COLUMNS>
+// sums of ROWS strips of a (from `row` on) by COLUMNS of b += over `steps` tiles of each.
+template <bool kInteger, int ROWS, int COLUMNS>
 inline void tile_block(const TileOperand& a, int64_t row, const TileOperand& b, int64_t column, float* sums, int64_t sums_strip,
                        int64_t steps, bool first, TileFetch& fetch) {
   const float *a0 = a.at(row), *a1 = a.at(row + ROWS - 1), *b0 = b.at(column), *b1 = b.at(column + COLUMNS - 1);
@@ -74,7 +74,7 @@ inline void tile_block(const TileOperand& a, int64_t row, const TileOperand& b, 
       HALFBYTE_TILE_LOAD(7, b1, b.row_bytes);
       HALFBYTE_TILE_PRODUCT(1, 4, 7)
     }
-    fetch_tile(kStreamA ? a0 + a.step : b0 + b.step);
+    fetch_tile(b0 + b.step);
     if constexpr (ROWS > 1) {
       HALFBYTE_TILE_LOAD(5, a1, a.row_bytes);
       HALFBYTE_TILE_PRODUCT(2, 5, 6)
@@ -82,7 +82,7 @@ inline void tile_block(const TileOperand& a, int64_t row, const TileOperand& b, 
         HALFBYTE_TILE_PRODUCT(3, 5, 7)
       }
     }
-    if constexpr (kStreamA ? ROWS > 1 : COLUMNS > 1) fetch_tile(kStreamA ? a1 + a.step : b1 + b.step);
+    if constexpr (COLUMNS > 1) fetch_tile(b1 + b.step);
     for (int64_t i = 0; i < fetch.lines; ++i, fetch.run += kTileSide) prefetch_l2(fetch.run);
   }
 #define HALFBYTE_KEEP(t, at) { HALFBYTE_TILE_STORE(t, at, 64); }
@@ -99,23 +99,16 @@ inline void in_pairs(int64_t strips, const Body& body) {
 }
 
 // sums (tile after tile, strips of rows `sums_strip` floats apart) += a (rows strips) times b (columns strips) over `steps` tiles.
-// kStreamA: two strips of b stay in L1 over all of a, else two of a over all of b.
-template <bool kInteger, bool kStreamA>
+// Two strips of a stay in L1 over all of b.
+template <bool kInteger>
 inline void tile_product(int64_t rows, int64_t columns, const TileOperand& a, const TileOperand& b, float* sums, int64_t sums_strip,
                          int64_t steps, bool first, TileFetch& fetch) {
-  const auto block = [&]<int ROWS, int COLUMNS>(int64_t row, int64_t column) {
-    tile_block<kInteger, kStreamA, ROWS, COLUMNS>(a, row, b, column, sums + row * sums_strip + column * kTileUnits, sums_strip, steps,
-                                                  first, fetch);
-  };
-  if constexpr (kStreamA) {
-    in_pairs(columns, [&]<int COLUMNS>(int64_t c) {
-      in_pairs(rows, [&]<int ROWS>(int64_t r) { block.template operator()<ROWS, COLUMNS>(r, c); });
+  in_pairs(rows, [&]<int ROWS>(int64_t row) {
+    in_pairs(columns, [&]<int COLUMNS>(int64_t column) {
+      tile_block<kInteger, ROWS, COLUMNS>(a, row, b, column, sums + row * sums_strip + column * kTileUnits, sums_strip, steps, first,
+                                          fetch);
     });
-  } else {
-    in_pairs(rows, [&]<int ROWS>(int64_t r) {
-      in_pairs(columns, [&]<int COLUMNS>(int64_t c) { block.template operator()<ROWS, COLUMNS>(r, c); });
-    });
-  }
+  });
 }
 
 }  // namespace

@@ -6,19 +6,14 @@
 namespace halfbyte::cpu {
 namespace {
 
-// Columns of one micro-kernel; panels are stored subtile by subtile.
-template <class Product>
-constexpr int64_t kSubtile = kOnTiles<Product> ? kLanes : kTileVectors * kLanes;
-
-// A panel of decoded weights, columns x units of N, in L2, and the sums of its columns.
+// A panel of decoded weights, columns x units of N, in L2; with it go a copy of the gradients that meet it and the sums.
 struct BackwardShape {
   int64_t columns, units;
-  template <class Product>
-  constexpr int64_t subtile_stride() const {
-    return (units + 1) * kSubtile<Product>;  // 1 more: a row's columns would share an L1 set
-  }
-  constexpr int64_t panel_floats() const { return (units + 1) * columns; }
+  constexpr int64_t padded_units() const { return units + 1; }  // 1 more: a row's columns would share an L1 set
+  constexpr int64_t panel_floats() const { return padded_units() * columns; }
   constexpr int64_t sums_stride() const { return columns + 16; }
+  constexpr int64_t gradients_stride() const { return units + 16; }
+  constexpr int64_t scratch_floats(int64_t tokens) const { return panel_floats() + tokens * (gradients_stride() + sums_stride()); }
 };
 constexpr BackwardShape kBackwardMany{256, 128};
 // With few tokens reading the weight counts, and 256 columns of a row are 2 cache lines in a page of their own.
@@ -40,47 +35,72 @@ inline void backward_vectors(int64_t tokens, const float* a, int64_t a_stride, c
   }
 }
 
-// Where the sum of token m and column c lies.
+// How gradients (tokens, units of N) meet a panel, which is stored by runs of kRun columns, unit after unit: broadcast from a copy
+// of what the panel meets. (Rows of the whole matrix are often a power of two apart, in the same sets of L1.)
 template <class Product>
-inline int64_t backward_sum_at(const BackwardShape& shape, int64_t m, int64_t c) {
-#if defined(HALFBYTE_TILES)
-  if constexpr (kOnTiles<Product>)
-    return m / kTileSide * kTileSide * shape.columns + c / kTileSide * kTileUnits + m % kTileSide * kTileSide + c % kTileSide;
-#endif
-  return m * shape.sums_stride() + c;
-}
+struct BackwardLayout {
+  struct Gradients {
+    const float* data;
+    int64_t stride;
+  };
+  static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
 
-// sums (tokens, columns) += grads (tokens, units [first_unit, + count) of all_units) times a panel (count, columns).
-template <class Product>
-inline void backward_product(const float* grads, [[maybe_unused]] int64_t grad_stride, int64_t tokens,
-                             [[maybe_unused]] int64_t all_units, int64_t first_unit, int64_t count, const float* panel, int64_t columns, const BackwardShape& shape, float* sums, bool first) {
-#if defined(HALFBYTE_TILES)
-  if constexpr (kOnTiles<Product>) {
-    constexpr int64_t kRun = kPanelUnits<Product>;  // units whose tiles lie together
-    const int64_t strips = strips_of(tokens), run = first_unit / kRun * kRun, columns_of_tiles = columns / kTileSide;
-    const TileOperand a = whole_tiles(grads + tile_at<Product>(all_units, strips, 0, first_unit),
-                                      (kRun < all_units - run ? kRun : all_units - run) * kTileSide);
-    const TileOperand b = whole_tiles(panel, shape.subtile_stride<Product>());
-    TileFetch fetch{a.data, 0};
-    if (tokens > kFewTokens && first_unit + count < all_units) {  // the next units' gradients, which are in L3
-      fetch.lines = (4 * kTileSide + columns_of_tiles - 1) / columns_of_tiles;
-      fetch.run = a.at(strips);
-    }
-    tile_product<false, true>(strips, columns_of_tiles, a, b, sums, shape.columns * kTileSide, count / kTileSide, first, fetch);
-    return;
+  // Units [first_unit, + count) of `grads`, whose rows are `stride` units apart.
+  static Gradients gradients(const BackwardShape& shape, const float* grads, int64_t stride, int64_t tokens, int64_t /*all_units*/,
+                             int64_t first_unit, int64_t count, float* copy) {
+    for (int64_t m = 0; m < tokens; ++m) memcpy(copy + m * shape.gradients_stride(), grads + m * stride + first_unit, size_t(4 * count));
+    return {copy, shape.gradients_stride()};
   }
-#endif
-  for (int64_t c = 0; c < columns; c += kSubtile<Product>)
-    backward_vectors<Product>(tokens, grads + first_unit, grad_stride, panel + c / kSubtile<Product> * shape.subtile_stride<Product>(),
-                              sums + c, shape.sums_stride(), count, first);
-}
 
-// Panel unit u and column c lie at subtile c / kSubtile, then u, then c % kSubtile. row(n, out) writes `columns` elements of
-// row n in decode order.
+  // Where the sum of token m and column c lies, those of kLanes columns together.
+  static int64_t sum_at(const BackwardShape& shape, int64_t m, int64_t c) { return m * shape.sums_stride() + c; }
+
+  // sums (tokens, columns) += a (tokens, count units) times a panel (count, columns).
+  static void multiply(const BackwardShape& shape, const Gradients& a, int64_t tokens, int64_t count, const float* panel,
+                       int64_t columns, float* sums, bool first) {
+    for (int64_t c = 0; c < columns; c += kRun)
+      backward_vectors<Product>(tokens, a.data, a.stride, panel + c * shape.padded_units(), sums + c, shape.sums_stride(), count, first);
+  }
+};
+
+#if defined(HALFBYTE_TILES)
+template <class Product>
+  requires kOnTiles<Product>
+struct BackwardLayout<Product> {
+  static constexpr int64_t kRun = kTileSide;
+
+  static TileOperand gradients(const BackwardShape&, const float* grads, int64_t /*stride*/, int64_t tokens, int64_t all_units,
+                               int64_t first_unit, int64_t /*count*/, float* /*copy*/) {
+    constexpr int64_t kTogether = kPanelUnits<Product>;  // units whose tiles lie together
+    const int64_t begin = first_unit / kTogether * kTogether, together = kTogether < all_units - begin ? kTogether : all_units - begin;
+    return whole_tiles(grads + tile_at<Product>(all_units, strips_of(tokens), 0, first_unit), together * kTileSide);
+  }
+
+  static int64_t sum_at(const BackwardShape& shape, int64_t m, int64_t c) {
+    return m / kTileSide * kTileSide * shape.columns + c / kTileSide * kTileUnits + m % kTileSide * kTileSide + c % kTileSide;
+  }
+
+  static void multiply(const BackwardShape& shape, const TileOperand& a, int64_t tokens, int64_t count, const float* panel,
+                       int64_t columns, float* sums, bool first) {
+    const int64_t columns_of_tiles = columns / kTileSide;
+    TileFetch fetch{a.data, 0};
+    if (tokens > kFewTokens) {  // the next strips' gradients, which are in L3; after the last ones the next units'
+      fetch.lines = (4 * kTileSide + columns_of_tiles - 1) / columns_of_tiles;
+      fetch.run = a.at(2);
+    }
+    tile_product<false>(strips_of(tokens), columns_of_tiles, a, whole_tiles(panel, kTileSide * shape.padded_units()), sums,
+                        shape.columns * kTileSide, count / kTileSide, first, fetch);
+  }
+};
+#endif
+
+// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, out) writes `columns` elements of row n in decode
+// order.
 template <class Product, class Row>
 inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t columns, const BackwardShape& shape, float* panel,
                        const Row& row) {
   constexpr int kElements = Product::kUnitElements;
+  constexpr int64_t kRun = BackwardLayout<Product>::kRun;
   alignas(64) float decoded[kElements][kBackwardFew.columns / kElements];
   for (int64_t u = 0; u < units; ++u) {
     for (int e = 0; e < kElements; ++e) {
@@ -102,8 +122,7 @@ inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t columns,
       }
       for (int i = 0; i < 8; ++i) {
         const int64_t column = c + i * kLanes;
-        constexpr int64_t kWide = kSubtile<Product>;
-        store_values(panel + column / kWide * shape.subtile_stride<Product>() + u * kWide + column % kWide, v[i]);
+        store_values(panel + column / kRun * kRun * shape.padded_units() + u * kRun + column % kRun, v[i]);
       }
     }
   }
@@ -112,9 +131,9 @@ inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t columns,
 template <class Product, Codes codes>
 void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, const void* grad,
               int64_t grad_stride, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
+  using L = BackwardLayout<Product>;
   constexpr int kElements = Product::kUnitElements;
   constexpr int64_t kGroupUnits = kGroup / kElements;
-  static constexpr Order<Product, codes> order;
   const Decoder<Product, codes> decoder(l);
   const BackwardShape shape = tokens <= kFewTokens ? kBackwardFew : kBackwardMany;
   const int64_t column_groups = shape.columns / kGroup;
@@ -122,7 +141,8 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
   const TileScope scope;
 #endif
   float* panel = static_cast<float*>(scratch);
-  float* sums = panel + shape.panel_floats();
+  float* copy = panel + shape.panel_floats();
+  float* sums = copy + tokens * shape.gradients_stride();
   for (int64_t g0 = group_begin; g0 < group_end; g0 += column_groups) {
     const int64_t groups = g0 + column_groups < group_end ? column_groups : group_end - g0;
     bool first = true;
@@ -132,8 +152,8 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
       for (int64_t u0 = 0; u0 < reduced; u0 += shape.units, first = false) {
         const int64_t units = u0 + shape.units < reduced ? shape.units : reduced - u0;
         fill_panel<Product>(reduced_rows, u0 * kElements, units, groups * kGroup, shape, panel, row);
-        backward_product<Product>(static_cast<const float*>(grads), stride, tokens, reduced, u0, units, panel, groups * kGroup, shape,
-                                  sums, first);
+        const auto a = L::gradients(shape, static_cast<const float*>(grads), stride, tokens, reduced, u0, units, copy);
+        L::multiply(shape, a, tokens, units, panel, groups * kGroup, sums, first);
       }
     };
     accumulate(rows, grad, grad_stride, [&](int64_t n, float* out) {
@@ -152,8 +172,11 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
       for (int64_t g = 0; g < groups; ++g) {
         const int64_t column = (g0 + g) * kGroup;
         const int64_t count = column + kGroup < l.in_features ? kGroup : l.in_features - column;
+        Vector v[kGroup / kLanes];
+        for (int i = 0; i < kGroup / kLanes; ++i) v[i] = Product::load_sums(sums + L::sum_at(shape, m, g * kGroup + i * kLanes));
+        restore_order<Product, codes>(v);
         float natural[kGroup];
-        for (int i = 0; i < kGroup; ++i) natural[order.element[i]] = sums[backward_sum_at<Product>(shape, m, g * kGroup + i)];
+        for (int i = 0; i < kGroup / kLanes; ++i) store_values(natural + i * kLanes, v[i]);
         store_output(output, m, column, natural, count);
       }
     }

@@ -67,6 +67,22 @@ constexpr int element_at(int position) {
   return 2 * (16 * half + 4 * (vector % 4) + i) + vector / 4;
 }
 
+// A group's 64 values from that order to their own.
+template <class Product, Codes codes>
+inline void restore_order(Vector v[8]) {
+  if (!four_bit(codes)) return;
+  Vector low[4], high[4];
+  for (int i = 0; i < 4; ++i) {
+    const Vector a = _mm256_unpacklo_ps(v[i], v[i + 4]), b = _mm256_unpackhi_ps(v[i], v[i + 4]);
+    low[i] = _mm256_permute2f128_ps(a, b, 0x20);
+    high[i] = _mm256_permute2f128_ps(a, b, 0x31);
+  }
+  for (int i = 0; i < 4; ++i) {
+    v[i] = low[i];
+    v[i + 4] = high[i];
+  }
+}
+
 template <class Product, Codes codes>
 struct Decoder {
   using Scales = typename ScalesOf<codes>::Type;

@@ -112,6 +112,34 @@ inline void order_words(const BFloat16* x, BFloat16* out) {
   }
 }
 
+// Elements 0 of both, elements 1 of both, and so on.
+inline __m512 zip_low(__m512 a, __m512 b) {
+  return _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
+}
+inline __m512 zip_high(__m512 a, __m512 b) {
+  return _mm512_permutex2var_ps(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31), b);
+}
+
+// A group's 128 values from the order of element_at to their own.
+template <class Product, Codes codes>
+inline void restore_order(__m512 v[8]) {
+  if (!four_bit(codes)) return;
+  __m512 a[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) a[i] = v[i ^ Product::kUnitElements];
+  // One round moves the top bit of a position's seven to the bottom.
+#pragma GCC unroll 3
+  for (int round = 0; round < 4 - Product::kUnitElements; ++round) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      v[2 * i] = zip_low(a[i], a[i + 4]);
+      v[2 * i + 1] = zip_high(a[i], a[i + 4]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) a[i] = v[i];
+  }
+}
+
 // fp8 codes of 16 elements as fp32 values / 256: e4m3 bits moved to fp16 mean that, subnormals included.
 inline __m512 fp8_values(__m128i bytes) {
   const __m256i wide = _mm256_cvtepi8_epi16(bytes);  // the sign fills the upper byte

@@ -51,6 +51,9 @@ constexpr int element_at(int position) {
 }
 
 template <class Product, Codes codes>
+inline void restore_order(Vector*) {}
+
+template <class Product, Codes codes>
 struct Decoder {
   using Scales = typename ScalesOf<codes>::Type;
   static constexpr int kCodeBytes = four_bit(codes) ? kGroup / 2 : kGroup;

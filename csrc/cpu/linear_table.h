@@ -117,8 +117,8 @@ void linear_prepare_low_rank_tiled(const void* matrix, DType dtype, int64_t toke
 constexpr LinearKernels linear_kernels() {
   static_assert(Layout<Float32>::kPanelStride >= Layout<BFloat16Pairs>::kPanelStride);
   constexpr int64_t forward = kPanelRows * (Layout<Float32>::kPanelStride + kSumsStride);
-  constexpr int64_t reverse = kBackwardMany.panel_floats() + kLinearTokens * kBackwardMany.sums_stride();
-  static_assert(kBackwardFew.panel_floats() + kFewTokens * kBackwardFew.sums_stride() <= reverse);
+  constexpr int64_t reverse = kBackwardMany.scratch_floats(kLinearTokens);
+  static_assert(kBackwardFew.scratch_floats(kFewTokens) <= reverse);
   LinearKernels k{};
   k.has_bfloat16 = kHasBFloat16;
   k.group = kGroup;

@@ -89,67 +89,89 @@ struct Layout<Product> {
       fetch.run = (first_unit + count < all_units ? b.at(strips) : activations) +
                   row / kBlockRows * ((strips + 1) / 2) * steps * fetch.lines * kTileSide;
     }
-    tile_product<Product::kUnitElements == 4, false>(rows / kTileSide, strips, a, b, sums + sums_at(row, 0), kSumsStrip, steps, first,
-                                                     fetch);
+    tile_product<Product::kUnitElements == 4>(rows / kTileSide, strips, a, b, sums + sums_at(row, 0), kSumsStrip, steps, first, fetch);
   }
 };
 #endif
 
 static_assert(kPanelRows % Layout<Float32>::kBlockRows == 0);
 
-template <class Product, Codes codes>
-void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units, int64_t tokens,
-           const LowRank* low_rank, const LinearOutput& output, void* scratch) {
+// Rows [row_begin, row_end) times `tokens` activations of `all` units each: kPanelRows rows (few tokens: one row of blocks) at a
+// time, whose sums stay in L2 while they are decoded by panels of kPanelUnits units. `Rows` says how:
+//   begin(rows, count)                               rows of the next sums
+//   decode(r, row, unit, count, out, next, next_unit)  units of row r of them; `next` and what is asked of it will be decoded later
+//   codes_at(unit), kLineUnits                       where a unit's code is in a row; units in 64 bytes of codes
+//   finish(first_row, count, sums)                   their sums are complete
+template <class Product, class Rows>
+inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_end, int64_t row_bytes, const void* units, int64_t tokens,
+                        int64_t all, void* scratch, Rows& rows) {
   using L = Layout<Product>;
-  constexpr int64_t kGroupUnits = kGroup / Product::kUnitElements;
-  constexpr int64_t kPanelGroups = kPanelUnits<Product> / kGroupUnits, kCodeBytes = Decoder<Product, codes>::kCodeBytes;
   static_assert(kPanelRows % L::kBlockRows == 0 && L::kBlockRows <= kMostTileRows);
-  const Decoder<Product, codes> decoder(l);
 #if defined(HALFBYTE_TILES)
   const TileScope scope;
 #endif
   float* panel = static_cast<float*>(scratch);
   float* sums = panel + kPanelRows * L::kPanelStride;
-  using Scales = typename Decoder<Product, codes>::Scales;
-  constexpr bool kWholeRow = Scales::kWholeRow;
-  Scales scales[kWholeRow ? kPanelRows : 1];
   const auto* activations = static_cast<const float*>(units);
-  const int64_t groups = padded_features(l) / kGroup;
   const int64_t panel_rows = tokens <= kFewTokens ? L::kBlockRows : kPanelRows;
   for (int64_t n0 = row_begin; n0 < row_end; n0 += panel_rows) {
-    const int64_t rows = n0 + panel_rows < row_end ? panel_rows : row_end - n0;
-    const int64_t rows_padded = round_up(rows, L::kBlockRows);
-    if (kWholeRow)
-      for (int64_t r = 0; r < rows; ++r) scales[r].load(packed + (n0 + r) * l.row_bytes, l, 0, l.in_features);
-    for (int64_t g0 = 0; g0 < groups; g0 += kPanelGroups) {
-      const int64_t count = g0 + kPanelGroups < groups ? kPanelGroups : groups - g0;
-      for (int64_t r0 = 0; r0 < rows; r0 += L::kDecodedRows) {
-        const int64_t decoded = r0 + L::kDecodedRows < rows ? L::kDecodedRows : rows - r0;
+    const int64_t of_panel = n0 + panel_rows < row_end ? panel_rows : row_end - n0;
+    rows.begin(packed + n0 * row_bytes, of_panel);
+    for (int64_t u0 = 0; u0 < all; u0 += kPanelUnits<Product>) {
+      const int64_t count = u0 + kPanelUnits<Product> < all ? kPanelUnits<Product> : all - u0;
+      for (int64_t r0 = 0; r0 < of_panel; r0 += L::kDecodedRows) {
+        const int64_t decoded = r0 + L::kDecodedRows < of_panel ? L::kDecodedRows : of_panel - r0;
         const int64_t padded = round_up(decoded, L::kBlockRows);
-        const bool last_rows = r0 + decoded == rows, last = last_rows && g0 + count == groups;
-        const int64_t next_group = last ? 0 : last_rows ? g0 + count : g0;
-        const int64_t next_row = last ? n0 + panel_rows : last_rows ? n0 : n0 + r0 + decoded;
-        const uint8_t* next_rows = packed + next_row * l.row_bytes;
-        const uint8_t* next_codes = next_rows + next_group * kCodeBytes;
+        const bool last_rows = r0 + decoded == of_panel, last = last_rows && u0 + count == all;
+        const int64_t next_unit = last ? 0 : last_rows ? u0 + count : u0;
+        const uint8_t* next_row = packed + (last ? n0 + panel_rows : last_rows ? n0 : n0 + r0 + decoded) * row_bytes;
         for (int64_t r = 0; r < decoded; ++r)
-          decode_row<Product, codes, L::kVectorStep>(decoder, packed + (n0 + r0 + r) * l.row_bytes, l, g0, count,
-                                                     L::panel_row(panel, r), kWholeRow ? scales + r0 + r : nullptr,
-                                                     L::kFetchDecoding ? next_codes + r * l.row_bytes : nullptr);
+          rows.decode(r0 + r, packed + (n0 + r0 + r) * row_bytes, u0, count, L::panel_row(panel, r), next_row + r * row_bytes, next_unit);
         for (int64_t r = decoded; r < padded; ++r)
-          for (int64_t v = 0; v < count * kGroupUnits / kLanes; ++v) memset(L::panel_row(panel, r) + v * L::kVectorStep, 0, 4 * kLanes);
-        if (!kWholeRow)
-          for (int64_t r = 0; r < decoded; ++r) prefetch(next_rows + r * l.row_bytes + scales_at(l, next_group * kGroup));
-        const Ahead next{next_codes, l.row_bytes, 64 * kGroupUnits / kCodeBytes};
-        L::multiply(L::panel(panel), r0, padded, activations, tokens, groups * kGroupUnits, g0 * kGroupUnits, count * kGroupUnits, sums,
-                    g0 == 0, next);
+          for (int64_t v = 0; v < count; v += kLanes) memset(L::panel_row(panel, r) + v / kLanes * L::kVectorStep, 0, 4 * kLanes);
+        const Ahead next{next_row + rows.codes_at(next_unit), row_bytes, Rows::kLineUnits};
+        L::multiply(L::panel(panel), r0, padded, activations, tokens, all, u0, count, sums, u0 == 0, next);
       }
     }
+    rows.finish(n0, of_panel, sums);
+  }
+}
+
+// linear's rows for walk_panels.
+template <class Product, Codes codes>
+class WeightRows {
+  using L = Layout<Product>;
+  using D = Decoder<Product, codes>;
+  using Scales = typename D::Scales;
+  static constexpr int64_t kGroupUnits = kGroup / Product::kUnitElements;
+
+ public:
+  static constexpr int64_t kLineUnits = 64 * kGroupUnits / D::kCodeBytes;
+
+  WeightRows(const RowLayout& layout, int64_t tokens, const LowRank* low_rank, const LinearOutput& output)
+      : l(layout), tokens(tokens), low_rank(low_rank), output(output), decoder(layout) {}
+
+  static int64_t codes_at(int64_t unit) { return unit / kGroupUnits * D::kCodeBytes; }
+
+  void begin(const uint8_t* rows, int64_t count) {
+    if (Scales::kWholeRow)
+      for (int64_t r = 0; r < count; ++r) scales[r].load(rows + r * l.row_bytes, l, 0, l.in_features);
+  }
+
+  void decode(int64_t r, const uint8_t* row, int64_t unit, int64_t count, float* out, const uint8_t* next, int64_t next_unit) const {
+    decode_row<Product, codes, L::kVectorStep>(decoder, row, l, unit / kGroupUnits, count / kGroupUnits, out,
+                                               Scales::kWholeRow ? scales + r : nullptr,
+                                               L::kFetchDecoding ? next + codes_at(next_unit) : nullptr);
+    if (!Scales::kWholeRow) prefetch(next + scales_at(l, next_unit * Product::kUnitElements));
+  }
+
+  void finish(int64_t n0, int64_t rows, float* sums) const {
     if (low_rank) {
       const float* a = static_cast<const float*>(low_rank->weight) + n0 * low_rank->stride;
       const int64_t all = round_up((low_rank->rank + Product::kUnitElements - 1) / Product::kUnitElements, kUnitMultiple<Product>);
       for (int64_t u = 0; u < all; u += kPanelUnits<Product>)
-        L::multiply(L::rows(a + u, low_rank->stride), 0, rows_padded, static_cast<const float*>(low_rank->input), tokens, all, u,
-                    u + kPanelUnits<Product> < all ? kPanelUnits<Product> : all - u, sums, false, {});
+        L::multiply(L::rows(a + u, low_rank->stride), 0, round_up(rows, L::kBlockRows), static_cast<const float*>(low_rank->input),
+                    tokens, all, u, u + kPanelUnits<Product> < all ? kPanelUnits<Product> : all - u, sums, false, {});
     }
     for (int64_t m0 = 0; m0 < tokens; m0 += kLanes) {
       const int64_t count = m0 + kLanes < tokens ? kLanes : tokens - m0;
@@ -159,6 +181,21 @@ void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowL
       for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, turned + m * kTurnedStride, rows);
     }
   }
+
+ private:
+  const RowLayout& l;
+  const int64_t tokens;
+  const LowRank* const low_rank;
+  const LinearOutput& output;
+  const D decoder;
+  Scales scales[Scales::kWholeRow ? kPanelRows : 1];
+};
+
+template <class Product, Codes codes>
+void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units, int64_t tokens,
+           const LowRank* low_rank, const LinearOutput& output, void* scratch) {
+  WeightRows<Product, codes> rows(l, tokens, low_rank, output);
+  walk_panels<Product>(packed, row_begin, row_end, l.row_bytes, units, tokens, padded_features(l) / Product::kUnitElements, scratch, rows);
 }
 
 }  // namespace
