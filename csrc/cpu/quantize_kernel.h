@@ -95,9 +95,17 @@ inline void scale_blocks(const T* x, const float* given, const RowLayout& l, int
     scales[b - first] = block_scale(x + b * l.block_size, block_count(l, b), given ? given + b : nullptr);
 }
 
-// Codes of blocks first..first + blocks. Beyond: elements may be larger than their scale.
+// The elements of one group, fetched while others are encoded: scales are found in bursts of reads, and memory would idle between.
+template <class T>
+inline void fetch_group(const T* x) {
+  for (int64_t i = 0; i < kEncodeGroup; i += 64 / int64_t(sizeof(T))) __builtin_prefetch(x + i);
+}
+
+// Codes of blocks first..first + blocks. Beyond: elements may be larger than their scale. `ahead`: elements from here to those whose
+// scales are found next.
 template <class T, bool FP4, bool Beyond>
-inline void encode_blocks(const T* x, const RowLayout& l, int64_t first, int64_t blocks, const float* scales, uint8_t* row) {
+inline void encode_blocks(const T* x, const RowLayout& l, int64_t first, int64_t blocks, const float* scales, int64_t ahead,
+                          uint8_t* row) {
   for (int64_t b = first; b < first + blocks; ++b) {
     const T* element = x + b * l.block_size;
     uint8_t* codes = row + b * l.block_size / 2;
@@ -105,8 +113,10 @@ inline void encode_blocks(const T* x, const RowLayout& l, int64_t first, int64_t
     const float scale = scales[b - first], reciprocal = 1.0f / scale;
     int64_t i = 0;
     if (is_finite(reciprocal)) [[likely]] {  // not so for a scale that is NaN, 0 or below 2^-128
-      for (; i + kEncodeGroup <= count; i += kEncodeGroup)
+      for (; i + kEncodeGroup <= count; i += kEncodeGroup) {
+        fetch_group(element + i + ahead);
         encode_4bit<T, FP4, Beyond>(element + i, reciprocal, codes + i / 2);
+      }
     }
     if (i < count) [[unlikely]]
       encode_elements<T, FP4>(element + i, count - i, scale, codes + i / 2);
@@ -114,7 +124,7 @@ inline void encode_blocks(const T* x, const RowLayout& l, int64_t first, int64_t
 }
 
 // Blocks whose scales are found before their codes: several, because the latencies of finding one scale (a reduction and a
-// division) are as long as encoding a block (20 % of the time at blocks of 64); few, because memory idles meanwhile.
+// division) are as long as encoding a block (20 % of the time at blocks of 64); few, so that they are still in L1.
 constexpr int64_t kBlocksAtOnce = 16;
 
 template <class T, bool FP4, bool Given>
@@ -125,7 +135,7 @@ inline void quantize_row_4bit(const T* x, const float* given, const RowLayout& l
     const int64_t blocks = first + at_once < l.num_blocks ? at_once : l.num_blocks - first;
     scale_blocks(x, given, l, first, blocks, scales);
     memcpy(row + l.scales_offset + 4 * first, scales, size_t(4 * blocks));
-    encode_blocks<T, FP4, Given>(x, l, first, blocks, scales, row);
+    encode_blocks<T, FP4, Given>(x, l, first, blocks, scales, at_once * l.block_size, row);
   }
 }
 
@@ -159,7 +169,7 @@ inline void quantize_row_dq(const T* x, const float* given, const RowLayout& l, 
         const float u = step == 0.0f ? 0.0f : rintf((scales[b] - low) / step);
         row[l.code_bytes + first + b] = uint8_t(int(u < 255.0f ? u : 255.0f));
       }
-      encode_blocks<T, FP4, Given>(x, l, first, blocks, scales, row);
+      encode_blocks<T, FP4, Given>(x, l, first, blocks, scales, blocks * l.block_size, row);
     }
   }
   memcpy(row + l.scales_offset, &step, 4);
@@ -180,7 +190,10 @@ inline void quantize_row_8bit(const T* x, const float* given, const RowLayout& l
   const bool divide = !is_finite(factor);
   int64_t i = 0;
   if (!divide) [[likely]] {
-    for (; i + kEncodeGroup <= l.in_features; i += kEncodeGroup) encode_8bit<T, FP8>(x + i, factor, row + i);
+    for (; i + kEncodeGroup <= l.in_features; i += kEncodeGroup) {
+      fetch_group(x + i + l.in_features);
+      encode_8bit<T, FP8>(x + i, factor, row + i);
+    }
   }
   for (; i < l.in_features; ++i) {
     const float value = to_float(x[i]);
