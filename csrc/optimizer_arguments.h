@@ -1,7 +1,6 @@
 // Checks of the optimizer ops' arguments, the same for CPU and CUDA.
 #pragma once
 
-#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -104,7 +103,9 @@ struct TensorFacts {
     sizes = shape;
   }
   bool same_shape(const TensorFacts& other) const {
-    return dim == other.dim && std::equal(sizes, sizes + dim, other.sizes);
+    bool same = dim == other.dim;
+    for (int64_t d = 0; same && d < dim; ++d) same = sizes[d] == other.sizes[d];
+    return same;
   }
 };
 

@@ -268,23 +268,22 @@ class Optimizer8bit(Optimizer):
         if not params:
             return {}
         codes = self.moments[0].codes
-        quantized = [codes in state for state in states]
-        steps = [state["step"] for state in states]
-        if all(quantized) == any(quantized):
-            # One count fits one device only, which the op asks of every tensor: asking here as well takes longer than this.
-            if quantized[0] and all(map(is_, steps, repeat(steps[0]))):
-                return {(True, params[0].device): (params, grads, states, steps[:1])}
-            if len(set(map(Tensor.get_device, params))) == 1:
-                return {(quantized[0], params[0].device): (params, grads, states, steps)}
+        steps = [state["step"] for state in states if codes in state]
+        quantized = len(steps) == len(states)
+        # One count fits one device only, which the op asks of every tensor: asking here as well takes longer than this.
+        if quantized and all(map(is_, steps, repeat(steps[0]))):
+            return {(True, params[0].device): (params, grads, states, steps[:1])}
+        if (quantized or not steps) and len(set(map(Tensor.get_device, params))) == 1:
+            return {(quantized, params[0].device): (params, grads, states, steps or [state["step"] for state in states])}
         found: dict[tuple[bool, torch.device], Members] = {}
         for wanted in (True, False):
-            for is_quantized, p, grad, state, step in zip(quantized, params, grads, states, steps, strict=True):
-                if is_quantized == wanted:
+            for p, grad, state in zip(params, grads, states, strict=True):
+                if (codes in state) == wanted:
                     members = found.setdefault((wanted, p.device), ([], [], [], []))
                     members[0].append(p)
                     members[1].append(grad)
                     members[2].append(state)
-                    members[3].append(step)
+                    members[3].append(state["step"])
         return found
 
     def _init_states(self, group: Group, params: list[Tensor], states: list[State]) -> None:
@@ -345,7 +344,7 @@ class Optimizer8bit(Optimizer):
         device: torch.device,
     ) -> Work:
         scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        sharded = set(map(type, members)) != {Parameter} and any(map(is_dtensor, members))
+        sharded = any(is_dtensor(p) for p in members if type(p) is not Parameter)
         return Work(
             params=[local(p) for p in members] if sharded else list(members),
             grads=[cast(Tensor, local_grad(p)) for p in members] if sharded else grads,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +25,13 @@ class Moment:
 
     @property
     def codes(self) -> str:
-        """State key of the codes."""
-        return f"{self.name}_codes"
+        """State key of the codes; interned, as literals are: dictionaries find the same string faster than an equal one."""
+        return sys.intern(f"{self.name}_codes")
 
     @property
     def scales(self) -> str:
         """State key of the scales."""
-        return f"{self.name}_scales"
+        return sys.intern(f"{self.name}_scales")
 
 
 @dataclass
