@@ -125,8 +125,12 @@ def environment() -> dict[str, Any]:
     commit = subprocess.run(
         [*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
     ).stdout.strip()
+    # Results are no input: those that an earlier benchmark wrote do not make this one's commit another.
     dirty = subprocess.run(
-        [*git, "status", "--porcelain", "-uno"], capture_output=True, text=True, check=False
+        [*git, "status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results", ":!benchmarks/README.md"],
+        capture_output=True,
+        text=True,
+        check=False,
     ).stdout.strip()
     return {
         "cpu": cpu_model(),
