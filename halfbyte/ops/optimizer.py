@@ -281,7 +281,7 @@ def _call(op: Any, name: str, lists: tuple[Tensors, ...], lr: float | Tensor, hy
                 kinds = ", ".join(sorted({type(t).__name__ for t in tensors}))
                 raise TypeError(f"halfbyte.{name}: every list must hold tensors only, got {kinds}") from error
         raise
-    # The stable ABI does not bump the version counters of mutated arguments. List by list: one of all would cost a pass more.
+    # The stable ABI does not bump the version counters of mutated arguments. List by list: joining them is a pass more.
     for mutated in (lists[0], *lists[2:-1]):
         increment_version(mutated)
 
