@@ -154,7 +154,8 @@ class CodeRows {
   void decode(int64_t r, const uint8_t* row, int64_t unit, int64_t count, float* out, const uint8_t* next, int64_t next_unit) {
     // Up to 3 bytes past the codes are read: the zeros between codes and scale.
     const int64_t given = (l.in_features + kElements - 1) / kElements;
-    offset[r] += uint32_t(Int8Units::weights<L::kVectorStep>(row + codes_at(unit), unit + count < given ? count : given - unit, out));
+    const int64_t here = unit + count < given ? count : given - unit;
+    offset[r] += uint32_t(Int8Units::weights<L::kVectorStep>(row + codes_at(unit), here, out));
     if (L::kFetchDecoding)
       for (int64_t i = 0; i < count * kElements; i += 64) prefetch(next + codes_at(next_unit) + i);
   }

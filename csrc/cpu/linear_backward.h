@@ -48,7 +48,8 @@ struct BackwardLayout {
   // Units [first_unit, + count) of `grads`, whose rows are `stride` units apart.
   static Gradients gradients(const BackwardShape& shape, const float* grads, int64_t stride, int64_t tokens, int64_t /*all_units*/,
                              int64_t first_unit, int64_t count, float* copy) {
-    for (int64_t m = 0; m < tokens; ++m) memcpy(copy + m * shape.gradients_stride(), grads + m * stride + first_unit, size_t(4 * count));
+    for (int64_t m = 0; m < tokens; ++m)
+      memcpy(copy + m * shape.gradients_stride(), grads + m * stride + first_unit, size_t(4 * count));
     return {copy, shape.gradients_stride()};
   }
 
@@ -59,7 +60,8 @@ struct BackwardLayout {
   static void multiply(const BackwardShape& shape, const Gradients& a, int64_t tokens, int64_t count, const float* panel,
                        int64_t columns, float* sums, bool first) {
     for (int64_t c = 0; c < columns; c += kRun)
-      backward_vectors<Product>(tokens, a.data, a.stride, panel + c * shape.padded_units(), sums + c, shape.sums_stride(), count, first);
+      backward_vectors<Product>(tokens, a.data, a.stride, panel + c * shape.padded_units(), sums + c, shape.sums_stride(), count,
+                                first);
   }
 };
 
@@ -72,7 +74,7 @@ struct BackwardLayout<Product> {
   static TileOperand gradients(const BackwardShape&, const float* grads, int64_t /*stride*/, int64_t tokens, int64_t all_units,
                                int64_t first_unit, int64_t /*count*/, float* /*copy*/) {
     constexpr int64_t kTogether = kPanelUnits<Product>;  // units whose tiles lie together
-    const int64_t begin = first_unit / kTogether * kTogether, together = kTogether < all_units - begin ? kTogether : all_units - begin;
+    const int64_t left = all_units - first_unit / kTogether * kTogether, together = kTogether < left ? kTogether : left;
     return whole_tiles(grads + tile_at<Product>(all_units, strips_of(tokens), 0, first_unit), together * kTileSide);
   }
 

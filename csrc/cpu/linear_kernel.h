@@ -92,7 +92,8 @@ inline void direct_low_rank(const LowRank& low_rank, int64_t row, Vector sum[R][
   for (int64_t u = 0; u < low_rank.stride; u += kLanes)
     for (int r = 0; r < R; ++r)
       for (int m = 0; m < M; ++m)
-        sum[r][m] = Product::multiply_add(Product::load(w + r * low_rank.stride + u), Product::load(x + m * low_rank.stride + u), sum[r][m]);
+        sum[r][m] = Product::multiply_add(Product::load(w + r * low_rank.stride + u), Product::load(x + m * low_rank.stride + u),
+                                          sum[r][m]);
 }
 
 template <class Product, Codes codes, int R, int M>

@@ -89,7 +89,8 @@ struct Layout<Product> {
       fetch.run = (first_unit + count < all_units ? b.at(strips) : activations) +
                   row / kBlockRows * ((strips + 1) / 2) * steps * fetch.lines * kTileSide;
     }
-    tile_product<Product::kUnitElements == 4>(rows / kTileSide, strips, a, b, sums + sums_at(row, 0), kSumsStrip, steps, first, fetch);
+    tile_product<Product::kUnitElements == 4>(rows / kTileSide, strips, a, b, sums + sums_at(row, 0), kSumsStrip, steps, first,
+                                              fetch);
   }
 };
 #endif
@@ -103,8 +104,8 @@ static_assert(kPanelRows % Layout<Float32>::kBlockRows == 0);
 //   codes_at(unit), kLineUnits                       where a unit's code is in a row; units in 64 bytes of codes
 //   finish(first_row, count, sums)                   their sums are complete
 template <class Product, class Rows>
-inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_end, int64_t row_bytes, const void* units, int64_t tokens,
-                        int64_t all, void* scratch, Rows& rows) {
+inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_end, int64_t row_bytes, const void* units,
+                        int64_t tokens, int64_t all, void* scratch, Rows& rows) {
   using L = Layout<Product>;
   static_assert(kPanelRows % L::kBlockRows == 0 && L::kBlockRows <= kMostTileRows);
 #if defined(HALFBYTE_TILES)
@@ -126,7 +127,8 @@ inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_en
         const int64_t next_unit = last ? 0 : last_rows ? u0 + count : u0;
         const uint8_t* next_row = packed + (last ? n0 + panel_rows : last_rows ? n0 : n0 + r0 + decoded) * row_bytes;
         for (int64_t r = 0; r < decoded; ++r)
-          rows.decode(r0 + r, packed + (n0 + r0 + r) * row_bytes, u0, count, L::panel_row(panel, r), next_row + r * row_bytes, next_unit);
+          rows.decode(r0 + r, packed + (n0 + r0 + r) * row_bytes, u0, count, L::panel_row(panel, r), next_row + r * row_bytes,
+                      next_unit);
         for (int64_t r = decoded; r < padded; ++r)
           for (int64_t v = 0; v < count; v += kLanes) memset(L::panel_row(panel, r) + v / kLanes * L::kVectorStep, 0, 4 * kLanes);
         const Ahead next{next_row + rows.codes_at(next_unit), row_bytes, Rows::kLineUnits};
@@ -195,7 +197,8 @@ template <class Product, Codes codes>
 void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units, int64_t tokens,
            const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   WeightRows<Product, codes> rows(l, tokens, low_rank, output);
-  walk_panels<Product>(packed, row_begin, row_end, l.row_bytes, units, tokens, padded_features(l) / Product::kUnitElements, scratch, rows);
+  const int64_t all = padded_features(l) / Product::kUnitElements;
+  walk_panels<Product>(packed, row_begin, row_end, l.row_bytes, units, tokens, all, scratch, rows);
 }
 
 }  // namespace
