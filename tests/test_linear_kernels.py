@@ -1,9 +1,9 @@
 """linear and linear_backward_input on the CPU against fp64, for every format, ISA and awkward size.
 
 The bound. Sums are fp32 with a fixed order, so the computed sum of n products is within (n + c) * 2^-24 * sum |x| |w| of
-the exact one (c: the product with the scale, the bias, the lanes' own sum). Where bf16 inputs multiply in bf16 pairs, each
-weight is rounded to bf16 first, as a dense bf16 layer would store it: 2^-8 * sum |x| |w| more. The output is rounded once:
-2^-8 (bf16) or 2^-11 (fp16) of itself, and fp16 has subnormals.
+the exact one (c: the product with the scale, the bias, the lanes' own sum). Where bf16 inputs multiply in bf16 pairs
+(AVX-512, AMX from 5 tokens on), each weight is rounded to bf16 first, as a dense bf16 layer would store it:
+2^-8 * sum |x| |w| more. The output is rounded once: 2^-8 (bf16) or 2^-11 (fp16) of itself, and fp16 has subnormals.
 """
 
 from __future__ import annotations
@@ -100,6 +100,17 @@ def test_values(format: int, block_size: int, K: int) -> None:
             assert back.shape == (M, K)
             assert back.dtype is dtype
             reverse.check(back)
+
+
+@pytest.mark.parametrize(("format", "block_size"), [(NF4, 64), (NF4_DQ, 128), (INT8, 0), (FP8, 0)])
+def test_bf16_tokens_that_multiply_exact_weights(format: int, block_size: int) -> None:
+    exact = {"scalar": 16, "avx2": 16, "avx512": 0, "amx": 4}[ISA_NAMES[ops.cpu_isa()]]  # up to so many
+    packed, _ = make(64, 576, format, block_size)
+    for M in (1, 2, 4, 5, 16):
+        x = tokens_like((M, 576), torch.bfloat16)
+        in_fp32 = ops.linear(x.float(), packed, None, format, block_size, 576)
+        same = torch.equal(ops.linear(x, packed, None, format, block_size, 576), in_fp32.bfloat16())
+        assert same == (exact >= M), M
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

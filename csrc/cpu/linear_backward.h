@@ -139,9 +139,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
   const Decoder<Product, codes> decoder(l);
   const BackwardShape shape = tokens <= kFewTokens ? kBackwardFew : kBackwardMany;
   const int64_t column_groups = shape.columns / kGroup;
-#if defined(HALFBYTE_TILES)
-  const TileScope scope;
-#endif
+  [[maybe_unused]] const typename Layout<Product>::Scope scope{};
   float* panel = static_cast<float*>(scratch);
   float* copy = panel + shape.panel_floats();
   float* sums = copy + tokens * shape.gradients_stride();

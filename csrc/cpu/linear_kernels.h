@@ -41,6 +41,7 @@ struct LinearKernels {
   int32_t block_rows[2];    // per Compute: rows of one micro-kernel; no thread should get a part of them
   int32_t unit_multiple[2];  // per Compute: units of a prepared row are padded with zeros to a multiple; 1: rows, else AMX's tiles
   int32_t direct_tokens[2];  // per Compute: up to this M the `direct` kernels are the faster ones
+  int32_t exact_tokens;      // up to this M the forward multiplies exact fp32 weights whatever the input: that is faster, too
   int64_t scratch_bytes;    // what `tiled` and `backward` need
 
   // input (tokens, K) of `dtype` -> units (groups, tokens, group) in the order in which `direct` decodes a group.

@@ -52,20 +52,22 @@ void linear_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, co
                    int64_t tokens, const LowRank* low_rank, const LinearOutput& output) {
   with_product(compute, l, [&]<class P, class C>(P, C) {
     constexpr Codes codes = C::kCodes;
-    switch (tokens) {
-      case 1: direct<P, codes, 1>(packed, row_begin, row_end, l, units, low_rank, output); break;
-      case 2: direct<P, codes, 2>(packed, row_begin, row_end, l, units, low_rank, output); break;
-      case 3: direct<P, codes, 3>(packed, row_begin, row_end, l, units, low_rank, output); break;
-      case 4: direct<P, codes, 4>(packed, row_begin, row_end, l, units, low_rank, output); break;
-      default: break;
-    }
-    if constexpr (kDirectTokens[0] > 4) {
+    if constexpr (!kOnTiles<P>) {  // direct_tokens is 0 there
       switch (tokens) {
-        case 5: direct<P, codes, 5>(packed, row_begin, row_end, l, units, low_rank, output); break;
-        case 6: direct<P, codes, 6>(packed, row_begin, row_end, l, units, low_rank, output); break;
-        case 7: direct<P, codes, 7>(packed, row_begin, row_end, l, units, low_rank, output); break;
-        case 8: direct<P, codes, 8>(packed, row_begin, row_end, l, units, low_rank, output); break;
+        case 1: direct<P, codes, 1>(packed, row_begin, row_end, l, units, low_rank, output); break;
+        case 2: direct<P, codes, 2>(packed, row_begin, row_end, l, units, low_rank, output); break;
+        case 3: direct<P, codes, 3>(packed, row_begin, row_end, l, units, low_rank, output); break;
+        case 4: direct<P, codes, 4>(packed, row_begin, row_end, l, units, low_rank, output); break;
         default: break;
+      }
+      if constexpr (kDirectTokens[0] > 4) {
+        switch (tokens) {
+          case 5: direct<P, codes, 5>(packed, row_begin, row_end, l, units, low_rank, output); break;
+          case 6: direct<P, codes, 6>(packed, row_begin, row_end, l, units, low_rank, output); break;
+          case 7: direct<P, codes, 7>(packed, row_begin, row_end, l, units, low_rank, output); break;
+          case 8: direct<P, codes, 8>(packed, row_begin, row_end, l, units, low_rank, output); break;
+          default: break;
+        }
       }
     }
   });
@@ -129,7 +131,9 @@ constexpr LinearKernels linear_kernels() {
   k.unit_multiple[0] = kUnitMultiple<Float32>;
   k.unit_multiple[1] = kUnitMultiple<BFloat16Pairs>;
   k.direct_tokens[0] = kDirectTokens[0];
-  k.direct_tokens[1] = kOnTiles<BFloat16Pairs> ? 4 : kDirectTokens[1];  // past them tiles are faster
+  k.direct_tokens[1] = kOnTiles<BFloat16Pairs> ? 0 : kDirectTokens[1];
+  // CPUs with AMX start a vdpbf16ps every two cycles, as many as four multiply-adds in fp32; past 4 tokens tiles are faster.
+  k.exact_tokens = kOnTiles<BFloat16Pairs> ? 4 : 0;
   k.scratch_bytes = 4 * (forward > reverse ? forward : reverse);
   k.prepare_direct = linear_prepare_direct;
   k.direct = linear_direct;

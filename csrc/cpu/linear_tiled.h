@@ -21,6 +21,7 @@ struct Layout {
     const float* data;
     int64_t stride;
   };
+  struct Scope {};  // what a thread has to set up
   static constexpr int64_t kBlockRows = 12;  // of the micro-kernel: by 1 or 2 vectors; 6 by 4
   static constexpr int64_t kDecodedRows = kPanelRows;  // at a time
   static constexpr bool kFetchDecoding = false;        // the next panel's codes are fetched while this one is multiplied
@@ -64,6 +65,7 @@ struct Layout {
 template <class Product>
   requires kOnTiles<Product>
 struct Layout<Product> {
+  using Scope = TileScope;
   static constexpr int64_t kBlockRows = 2 * kTileSide;
   static constexpr int64_t kDecodedRows = kBlockRows;  // in L1: what is decoded is multiplied by all tokens at once
   static constexpr bool kFetchDecoding = true;         // its products may be over too soon
@@ -99,18 +101,16 @@ static_assert(kPanelRows % Layout<Float32>::kBlockRows == 0);
 
 // Rows [row_begin, row_end) times `tokens` activations of `all` units each: kPanelRows rows (few tokens: one row of blocks) at a
 // time, whose sums stay in L2 while they are decoded by panels of kPanelUnits units. `Rows` says how:
-//   begin(rows, count)                               rows of the next sums
-//   decode(r, row, unit, count, out, next, next_unit)  units of row r of them; `next` and what is asked of it will be decoded later
-//   codes_at(unit), kLineUnits                       where a unit's code is in a row; units in 64 bytes of codes
-//   finish(first_row, count, sums)                   their sums are complete
+//   begin(rows, count)                                 `count` rows of the next sums
+//   decode(r, row, unit, count, out, next, next_unit)  units of row r of them; row `next`, from its `next_unit` on, is decoded later
+//   codes_at(unit), kLineUnits                         where a unit's code is in a row; units in 64 bytes of codes
+//   finish(first_row, count, sums)                     their sums are complete
 template <class Product, class Rows>
 inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_end, int64_t row_bytes, const void* units,
                         int64_t tokens, int64_t all, void* scratch, Rows& rows) {
   using L = Layout<Product>;
   static_assert(kPanelRows % L::kBlockRows == 0 && L::kBlockRows <= kMostTileRows);
-#if defined(HALFBYTE_TILES)
-  const TileScope scope;
-#endif
+  [[maybe_unused]] const typename L::Scope scope{};
   float* panel = static_cast<float*>(scratch);
   float* sums = panel + kPanelRows * L::kPanelStride;
   const auto* activations = static_cast<const float*>(units);
