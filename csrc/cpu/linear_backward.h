@@ -20,17 +20,17 @@ constexpr BackwardShape kBackwardMany{256, 128};
 constexpr BackwardShape kBackwardFew{1024, 32};
 
 template <class Product>
-inline void backward_vectors(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums,
-                             int64_t sums_stride, int64_t units, bool first) {
+inline void backward_vectors(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride,
+                             int64_t units, bool first, Ahead next) {
   constexpr int G = kTileVectors;
-  for (; tokens >= 6; tokens -= 6, a += 6 * a_stride, sums += 6 * sums_stride)
-    tile<Product, 6, G>(a, a_stride, b, sums, sums_stride, units, first);
+  for (; tokens >= 6; tokens -= 6, a += 6 * a_stride, sums += 6 * sums_stride, next = next.rows(6))
+    tile<Product, 6, G>(a, a_stride, b, sums, sums_stride, units, first, next);
   switch (tokens) {
-    case 5: tile<Product, 5, G>(a, a_stride, b, sums, sums_stride, units, first); break;
-    case 4: tile<Product, 4, G>(a, a_stride, b, sums, sums_stride, units, first); break;
-    case 3: tile<Product, 3, G>(a, a_stride, b, sums, sums_stride, units, first); break;
-    case 2: tile<Product, 2, G>(a, a_stride, b, sums, sums_stride, units, first); break;
-    case 1: tile<Product, 1, G>(a, a_stride, b, sums, sums_stride, units, first); break;
+    case 5: tile<Product, 5, G>(a, a_stride, b, sums, sums_stride, units, first, next); break;
+    case 4: tile<Product, 4, G>(a, a_stride, b, sums, sums_stride, units, first, next); break;
+    case 3: tile<Product, 3, G>(a, a_stride, b, sums, sums_stride, units, first, next); break;
+    case 2: tile<Product, 2, G>(a, a_stride, b, sums, sums_stride, units, first, next); break;
+    case 1: tile<Product, 1, G>(a, a_stride, b, sums, sums_stride, units, first, next); break;
     default: break;
   }
 }
@@ -42,15 +42,17 @@ struct BackwardLayout {
   struct Gradients {
     const float* data;
     int64_t stride;
+    Ahead next;  // of the next panel, which come from L3
   };
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
 
   // Units [first_unit, + count) of `grads`, whose rows are `stride` units apart.
-  static Gradients gradients(const BackwardShape& shape, const float* grads, int64_t stride, int64_t tokens, int64_t /*all_units*/,
+  static Gradients gradients(const BackwardShape& shape, const float* grads, int64_t stride, int64_t tokens, int64_t all_units,
                              int64_t first_unit, int64_t count, float* copy) {
-    for (int64_t m = 0; m < tokens; ++m)
-      memcpy(copy + m * shape.gradients_stride(), grads + m * stride + first_unit, size_t(4 * count));
-    return {copy, shape.gradients_stride()};
+    grads += first_unit;
+    for (int64_t m = 0; m < tokens; ++m) memcpy(copy + m * shape.gradients_stride(), grads + m * stride, size_t(4 * count));
+    const bool last = first_unit + count == all_units;
+    return {copy, shape.gradients_stride(), {last ? nullptr : reinterpret_cast<const uint8_t*>(grads + count), 4 * stride, 16}};
   }
 
   // Where the sum of token m and column c lies, those of kLanes columns together.
@@ -59,9 +61,10 @@ struct BackwardLayout {
   // sums (tokens, columns) += a (tokens, count units) times a panel (count, columns).
   static void multiply(const BackwardShape& shape, const Gradients& a, int64_t tokens, int64_t count, const float* panel,
                        int64_t columns, float* sums, bool first) {
-    for (int64_t c = 0; c < columns; c += kRun)
-      backward_vectors<Product>(tokens, a.data, a.stride, panel + c * shape.padded_units(), sums + c, shape.sums_stride(), count,
-                                first);
+    Ahead next = a.next;
+    for (int64_t c = 0; c < columns; c += kRun, next = {})
+      backward_vectors<Product>(tokens, a.data, a.stride, panel + c * shape.padded_units(), sums + c, shape.sums_stride(), count, first,
+                                next);
   }
 };
 

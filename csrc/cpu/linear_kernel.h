@@ -150,7 +150,7 @@ void direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const Row
 
 constexpr int64_t kPrefetchUnits = 6;
 
-// What the next panel will read of the packed rows, fetched while the micro-kernel has nothing else to fetch. Asked for where
+// What the next panel will read of the packed rows (backward: of the gradients), fetched while the micro-kernel has nothing else to fetch. Asked for where
 // it is decoded, a panel's few lines of each row come all at once, and decoding waits for most of them.
 struct Ahead {
   const uint8_t* line;  // of the first row; null: nothing
@@ -162,7 +162,7 @@ struct Ahead {
 
 template <class Product, int R, int G>
 inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first,
-                 Ahead ahead = {}) {
+                 Ahead ahead) {
   typename Product::Sum sum[R][G];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
