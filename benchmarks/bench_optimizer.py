@@ -2,7 +2,8 @@
 
     python benchmarks/bench_optimizer.py [--threads N] [--only TEXT]
 
-One matrix of 4096 x 4096 (16.8 M parameters, float32 and bfloat16), and the 448 adapter matrices of a LoRA run (r = 16).
+One matrix of 4096 x 4096 (16.8 M parameters; float32, bfloat16, and bfloat16 with stochastic rounding, which torch does not
+have), and the 448 adapter matrices of LoRA runs (r = 16 and 8).
 Bytes are what a step must move: parameter in and out, gradient, codes in and out, scales.
 """
 
@@ -37,22 +38,29 @@ def parameters(shapes: list[tuple[int, int]], dtype: torch.dtype) -> list[nn.Par
 
 
 def compare(
-    report: harness.Report, rule: str, title: str, shapes: list[tuple[int, int]], dtype: torch.dtype, peers: bool
+    report: harness.Report,
+    rule: str,
+    title: str,
+    shapes: list[tuple[int, int]],
+    dtype: torch.dtype,
+    peers: bool,
+    stochastic: bool = False,
 ) -> None:
     ours, fused, peer_name = RULES[rule]
     kw = {"momentum": 0.9} if rule == "SGD8bit" else {}
+    extra = {"stochastic_rounding": True} if stochastic else {}
     numel = sum(n * k for n, k in shapes)
     moments = 2 if rule == "AdamW8bit" else 1
     moved = int(numel * (3 * dtype.itemsize + moments * 2 * (1 + 4 / 256)))
     mine = parameters(shapes, dtype)
     start = [p.detach().clone() for p in mine]
-    optimizers: dict[str, tuple[Any, list[nn.Parameter]]] = {"halfbyte": (ours(mine, lr=1e-3, **kw), mine)}
+    optimizers: dict[str, tuple[Any, list[nn.Parameter]]] = {"halfbyte": (ours(mine, lr=1e-3, **kw, **extra), mine)}
     if fused is not None:
         theirs = parameters(shapes, dtype)
         # torch 2.13's fused SGD does not move bf16 parameters on the CPU at all: foreach is its fastest form that works.
         how = {"foreach": True} if rule == "SGD8bit" else {"fused": True}
         optimizers["torch " + next(iter(how))] = fused(theirs, lr=1e-3, **how, **kw), theirs
-    if peers:
+    if peers and not stochastic:  # bitsandbytes rounds to nearest
         try:
             import bitsandbytes
 
@@ -60,14 +68,14 @@ def compare(
             optimizers["bitsandbytes"] = getattr(bitsandbytes.optim, peer_name)(theirs, lr=1e-3, **kw), theirs
         except ImportError:
             pass
-        if rule == "AdamW8bit":
-            try:
-                from torchao.optim import AdamW8bit
+    if peers and rule == "AdamW8bit":
+        try:
+            from torchao.optim import AdamW8bit
 
-                theirs = parameters(shapes, dtype)
-                optimizers["torchao"] = AdamW8bit(theirs, lr=1e-3), theirs
-            except ImportError:
-                pass
+            theirs = parameters(shapes, dtype)
+            optimizers["torchao"] = AdamW8bit(theirs, lr=1e-3, bf16_stochastic_round=stochastic), theirs
+        except ImportError:
+            pass
 
     def verify() -> None:
         """Three steps of every optimizer end at the same place, within a fifth of the way; a peer that errs is left out."""
@@ -92,11 +100,13 @@ def main() -> None:
     warnings.filterwarnings("ignore")  # peers on the CPU
     report = harness.Report("optimizer", harness.arguments(__doc__))
     matrix = [(4096, 4096)]
-    adapters = [shape for _ in range(224) for shape in ((16, 2048), (2048, 16))]
     for dtype, name in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
         for rule in RULES:
             compare(report, rule, f"4096 x 4096 {name}", matrix, dtype, peers=True)
-    compare(report, "AdamW8bit", "448 LoRA matrices r=16 fp32", adapters, torch.float32, peers=False)
+    compare(report, "AdamW8bit", "4096 x 4096 bf16, stochastic", matrix, torch.bfloat16, peers=True, stochastic=True)
+    for rank in (16, 8):
+        adapters = [shape for _ in range(224) for shape in ((rank, 2048), (2048, rank))]
+        compare(report, "AdamW8bit", f"448 LoRA matrices r={rank} fp32", adapters, torch.float32, peers=False)
     report.save()
 
 

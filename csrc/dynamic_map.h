@@ -2,7 +2,7 @@
 //
 // A moment is coded per block of 256 elements of a row (a parameter's dimension 0; a 1-D parameter is one row) as
 // value = scale * map(code), scale = the block's absmax. With a magnitude m and e = floor(log2 m),
-//     map = fma(m, B[e], A[e]) in fp32,  B[e] = 0.9 p / 2^e,  A[e] = p (0.45 / 2^e - 0.8),  p = 10^(e-6) or 10^(e-7)
+//     map = fma(4 m, B[e], A[e]) in fp32,  4 B[e] = 0.9 p / 2^e,  A[e] = p (0.45 / 2^e - 0.8),  p = 10^(e-6) or 10^(e-7)
 //   signed (first moments):    m = |code - 127|, p = 10^(e-6); m = 0 is 0; code 255 is 1.0; code 0 is -0.99297
 //   unsigned (second moments): m = code + 1,     p = 10^(e-7); code 0 is 0; code 255 is 1.0
 // These are bitsandbytes' codes; values agree with its table within 8 ulp (Dettmers et al. 2022, arXiv:2110.02861).
@@ -29,10 +29,14 @@ inline constexpr int64_t kStateBlock = 256;  // elements of a row that share one
 // there the caller must ask `midpoint` (w's distance to a step is the test, kTieUlps).
 // Tables of 8 stand there twice: a vector of 16 floats holds them.
 struct alignas(64) DynamicMap {
-  float A[16], B[16];    // indexed by (e + 7) & 7: the low bits of the exponent field of float(m)
+  float A[16], B[16];    // indexed by (e + 1) & 7: the low bits of the exponent field of float(4 m), and of float(0)
   float J[16];           // 1 / (0.9 p) by class
   float P[16];           // 2^c by class
   float above[16];       // a > above[c] means class c + 1: exact boundary of the classes
+  // The same by pairs of binades, indexed by bits 24 to 27 of a float from 2^-29 to below 8. A pair holds one boundary at most, and
+  // what lies above it has the class that the next pair starts with: adding pair_step to the float's bits carries it there.
+  uint32_t pair_step[16];
+  float pair_J[16], pair_P[16];  // of the class that the pair starts with
   float midpoint[257];   // a > midpoint[m] means nearer to m + 1 than to m: largest fp32 not above the exact midpoint
   float code_offset;     // min(w, kInsideLastStep) * P[c] + code_offset = 128 + m (signed) or 128 + (m - 1) / 2 (unsigned) and kTieUlps
   int32_t guess_offset;  // class guess: ((bits(a) >> 16) - guess_offset, not below 0) * 153 >> 16 is the class or one less
@@ -54,13 +58,13 @@ constexpr double pow10(int e) {
   return 1.0 / p;
 }
 
-// Magnitude m as fp32. m * B + A is exact in fp64 (9 + 24 bits, aligned), so this is the fma.
+// Magnitude m as fp32. 4 m * B + A is exact in fp64 (9 + 24 bits, aligned), so this is the fma.
 constexpr float value_of(const DynamicMap& map, bool is_signed, int m) {
   if (m == map.last) return 1.0f;
   if (m == (is_signed ? 0 : 1)) return 0.0f;
   int e = 0;
   while ((2 << e) <= m) ++e;
-  return float(double(m) * double(map.B[(e + 7) & 7]) + double(map.A[(e + 7) & 7]));
+  return float(4 * double(m) * double(map.B[(e + 1) & 7]) + double(map.A[(e + 1) & 7]));
 }
 
 constexpr DynamicMap make(bool is_signed) {
@@ -70,13 +74,13 @@ constexpr DynamicMap make(bool is_signed) {
   map.last = is_signed ? 128 : 256;
   for (int e = first; e < first + 7; ++e) {
     const double p = pow10(e - 6 - first), scale = double(1 << e);
-    map.B[(e + 7) & 7] = float(0.9 * p / scale);
-    map.A[(e + 7) & 7] = float(p * (0.45 / scale - 0.8));
+    map.B[(e + 1) & 7] = float(0.9 * p / scale) / 4;
+    map.A[(e + 1) & 7] = float(p * (0.45 / scale - 0.8));
     map.J[e - first] = float(1.0 / (0.9 * p));
   }
-  // The remaining slot decodes 1.0: m = 128 alone (signed), or m = 1 -> 0 and m = 256 -> 1, which share it (unsigned).
-  map.B[is_signed ? 6 : 7] = is_signed ? 1.0f / 128 : 1.0f / 255;
-  map.A[is_signed ? 6 : 7] = is_signed ? 0.0f : -(1.0f / 255);
+  // The remaining slot decodes 0 and 1.0, which share it: m = 0 and m = 128 (signed), m = 1 and m = 256 (unsigned).
+  map.B[is_signed ? 0 : 1] = (is_signed ? 1.0f / 128 : 1.0f / 255) / 4;
+  map.A[is_signed ? 0 : 1] = is_signed ? 0.0f : -(1.0f / 255);
   for (int c = 0; c < 8; ++c) map.P[c] = float(1 << c);
   map.code_offset = (is_signed ? 128.0f : 127.5f) + float(kTieUlps) / 65536.0f;
   for (int m = first; m < map.last; ++m) {
@@ -93,6 +97,14 @@ constexpr DynamicMap make(bool is_signed) {
   if (is_signed) map.J[0] = float((1.0 - 8.0 / 9.0) / double(map.midpoint[0]));
   // Class 7: a is about 1; w half a step above the class's start, far from any tie.
   map.J[7] = float(1.0 + 0.5 / double(map.last) - 8.0 / 9.0);
+  for (uint32_t i = 0; i < 16; ++i) {
+    const uint32_t start = (i == 0 ? 0x40u : 0x30u + i) << 24;  // 2.0 is where values of class 7 are carried to
+    int c = 0;
+    while (std::bit_cast<float>(start) > map.above[c]) ++c;
+    const uint32_t boundary = std::bit_cast<uint32_t>(map.above[c]);
+    map.pair_step[i] = boundary >> 24 == start >> 24 ? (1u << 24) - (boundary & 0xFFFFFFu) - 1 : 0;
+    map.pair_J[i] = map.J[c], map.pair_P[i] = map.P[c];
+  }
   for (int i = 0; i < 8; ++i) {
     map.A[i + 8] = map.A[i], map.B[i + 8] = map.B[i], map.above[i + 8] = map.above[i];
     map.J[i + 8] = map.J[i], map.P[i + 8] = map.P[i];

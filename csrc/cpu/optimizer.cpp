@@ -24,8 +24,12 @@ struct Tasks {
 
 // Small enough to balance two parameters over all threads.
 constexpr int64_t kTaskWork = 8192;
-// Elements of a block count as this many at least: its scales and maxima cost as much whatever its length.
-constexpr int64_t kLeastBlockWork = 48;
+// Work of a block of a row, in elements of long rows. Its scales and maxima cost as much as 48 elements whatever its length, but short
+// rows of a power of two, as LoRA has them, share that with their neighbours.
+int64_t block_work(int64_t row_length) {
+  const bool shared = row_length <= 32 && (row_length & (row_length - 1)) == 0;
+  return shared ? row_length + 4 : std::clamp(row_length, int64_t(48), kStateBlock);
+}
 // A thread that sleeps has to wake, and one that spins takes the core from others: a second one is asked only past 32 K elements,
 // whose work takes about as long as waking.
 constexpr int64_t kTasksPerThread = 4;
@@ -36,7 +40,7 @@ Tasks make_tasks(const std::vector<OptimizerTensor>& tensors, const std::vector<
   int64_t work = kTaskWork;  // of the last task
   for (size_t i = 0; i < tensors.size(); ++i) {
     const int64_t blocks = rows[i] * tensors[i].blocks_per_row;
-    const int64_t of_block = std::clamp(tensors[i].row_length, kLeastBlockWork, kStateBlock);
+    const int64_t of_block = block_work(tensors[i].row_length);
     for (int64_t b = 0; b < blocks;) {
       if (work >= kTaskWork) {
         tasks.starts.push_back(tasks.chunks.size());

@@ -1,5 +1,6 @@
 // The dynamic map on vectors: decode is two table look-ups and an fma, encode three look-ups and two fmas, the second of which
-// leaves the code in the third byte of its result.
+// leaves the code in the third byte of its result. Codes come as floats of 2^25 + 4 * code, which is a code in the last byte of
+// the bits of 2^25.
 // Included once per ISA, after optimizer_simd_<isa>.h.
 #pragma once
 
@@ -14,15 +15,15 @@ template <bool SIGNED>
 constexpr uint32_t kTieLimit = SIGNED ? 2 * kTieUlps : 4 * kTieUlps;  // unsigned words are doubled
 
 // map(code) of first moments.
-inline Floats decode_signed(const uint8_t* codes) {
-  const Floats d = int_to_float(sub_ints(load_codes(codes), splat_bits(127)));
-  const Ints e = shift_right<23>(bits(d));
-  return fma_if_nonzero(d, lookup8(kSignedMap.B, e), xor_sign(lookup8(kSignedMap.A, e), d));
+inline Floats decode_signed(Floats code) {
+  const Floats m = sub(code, splat(0x1p25f + 4 * 127.0f));  // 4 m, with the sign
+  const Ints e = shift_right<23>(bits(m));
+  return fma(m, lookup8(kSignedMap.B, e), xor_sign(lookup8(kSignedMap.A, e), m));
 }
 
 // map(code) of second moments.
-inline Floats decode_unsigned(const uint8_t* codes) {
-  const Floats m = int_to_float(add_ints(load_codes(codes), splat_bits(1)));
+inline Floats decode_unsigned(Floats code) {
+  const Floats m = sub(code, splat(0x1p25f - 4 * 1.0f));  // 4 m
   const Ints e = shift_right<23>(bits(m));
   return fma(m, lookup8(kUnsignedMap.B, e), lookup8(kUnsignedMap.A, e));
 }
@@ -32,10 +33,9 @@ inline Floats decode_unsigned(const uint8_t* codes) {
 template <bool SIGNED>
 inline Ints code_words(Floats a) {
   constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
-  const Ints guess = class_guess(a, map.guess_offset);
-  const Ints c = add_if_greater(guess, a, lookup8(map.above, guess));
-  const Floats w = fma(a, lookup8(map.J, c), splat(float(8.0 / 9.0)));
-  const Ints word = bits(fma(minimum(w, splat(kInsideLastStep)), lookup8(map.P, c), splat(map.code_offset)));
+  const Class c(map, a);
+  const Floats w = fma(a, c.J(map), splat(float(8.0 / 9.0)));
+  const Ints word = bits(fma(minimum(w, splat(kInsideLastStep)), c.P(map), splat(map.code_offset)));
   return SIGNED ? word : add_ints(word, word);  // half of a code has 7 bits, as a magnitude has
 }
 
@@ -61,7 +61,7 @@ template <bool SIGNED>
   }
 }
 
-// What each of a group's vectors is multiplied with: vectors of one block share it, rows of one vector have their own.
+// What each of a group's vectors is multiplied with: vectors of one block share it, short rows have their own.
 struct OneFactor {
   Floats value;
   Floats of(int) const { return value; }
@@ -69,6 +69,10 @@ struct OneFactor {
 struct FactorPerVector {
   float value[4];
   Floats of(int vector) const { return splat(value[vector]); }
+};
+struct FactorPerLane {
+  Floats value[4];
+  Floats of(int vector) const { return value[vector]; }
 };
 
 // Inlined by order: a call for each group would load tables and constants again, a fifth of all instructions.
@@ -146,20 +150,19 @@ inline void encode_block(float* x, int64_t count, uint32_t absmax_bits, uint8_t*
 // Whether a block of this absmax takes the usual way through encode_block: not zero, finite, with a reciprocal.
 inline bool is_plain(uint32_t absmax_bits) { return absmax_bits - 1u < float_bits(0x1p126f); }
 
-// 4 vectors that are 4 / V rows of V vectors, contiguous: codes and the scale of each row.
-template <bool SIGNED, int V>
-inline void encode_rows(float* x, const uint32_t (&absmax_bits)[4 / V], uint8_t* codes, float* scales) {
-  bool plain = true;
-  for (int r = 0; r < 4 / V; ++r) plain &= is_plain(absmax_bits[r]);
-  if (!plain) [[unlikely]] {
-    for (int r = 0; r < 4 / V; ++r)
-      encode_block<SIGNED>(x + r * V * kWidth, V * kWidth, absmax_bits[r], codes + r * V * kWidth, scales + r);
-    return;
+// Rows of `length` elements, some of which are not plain: moments as update_vector leaves them -> codes and scales.
+// `second` may be null.
+[[gnu::noinline, gnu::cold]] void encode_unusual_rows(const float* first, const float* second, int64_t rows, int64_t length,
+                                                      uint8_t* first_codes, float* first_scales, uint8_t* second_codes,
+                                                      float* second_scales) {
+  for (int64_t r = 0; r < rows; ++r) {
+    alignas(64) float row[2][kGroup] = {};
+    memcpy(row[0], first + r * length, size_t(length) * sizeof(float));
+    if (second) memcpy(row[1], second + r * length, size_t(length) * sizeof(float));
+    const MomentMaxima most = restart_unusual(row[0], second ? row[1] : nullptr, length);
+    encode_block<true>(row[0], length, most.first, first_codes + r * length, first_scales + r);
+    if (second) encode_block<false>(row[1], length, most.second, second_codes + r * length, second_scales + r);
   }
-  FactorPerVector factor;
-  for (int j = 0; j < 4; ++j) factor.value[j] = 1.0f / bits_float(absmax_bits[j / V]);
-  for (int r = 0; r < 4 / V; ++r) scales[r] = bits_float(absmax_bits[r]);
-  encode_group<SIGNED, 4>(x, factor, codes);
 }
 
 }  // namespace

@@ -12,6 +12,7 @@
 
 #include "optimizer_codec.h"
 #include "optimizer_rounding.h"
+#include "optimizer_short_rows.h"
 
 namespace halfbyte::cpu::optimizer {
 namespace {
@@ -56,14 +57,14 @@ struct LaneMaxima {
   Ints first = splat_bits(0), second = splat_bits(0);
 };
 
-// One vector: returns the new parameter, writes the new moments to first[0..kWidth) and second[0..kWidth). Inlined by order, or
-// the block's factors would be loaded again for each vector.
-template <OptimizerRule RULE, class P, class G>
-[[gnu::always_inline]] inline Floats update_vector(const OptimizerBlock<P, G>& at, const BlockFactors& f, float* first, float* second,
-                            LaneMaxima& most) {
-  const Floats param = load_as(at.param);
-  Floats grad = mul(load_as(at.grad), f.grad_factor);
-  const Floats stored = decode_signed(at.first_codes);
+// One vector: returns the new parameter, writes the new moments to first[0..kWidth) and second[0..kWidth). The codes are those of
+// code_floats; rules with one moment ignore the second. Inlined by order, or the block's factors would be loaded again for each
+// vector.
+template <OptimizerRule RULE>
+[[gnu::always_inline]] inline Floats update_vector(Floats param, Floats grad, Floats first_code, Floats second_code,
+                                                   const BlockFactors& f, float* first, float* second, LaneMaxima& most) {
+  grad = mul(grad, f.grad_factor);
+  const Floats stored = decode_signed(first_code);
   if constexpr (RULE == OptimizerRule::kAdam || RULE == OptimizerRule::kSGD) {
     if (f.has_weight_decay) grad = fma(f.weight_decay, param, grad);
   }
@@ -71,7 +72,7 @@ template <OptimizerRule RULE, class P, class G>
   store(first, moment);
   most.first = maximum_unsigned(most.first, bit_and(bits(moment), splat_bits(0x7FFFFFFFu)));
   if constexpr (has_second_moment(RULE)) {
-    const Floats square = fma(decode_unsigned(at.second_codes), f.second_keep, mul(mul(grad, grad), f.second_take));
+    const Floats square = fma(decode_unsigned(second_code), f.second_keep, mul(mul(grad, grad), f.second_take));
     store(second, square);
     most.second = maximum_unsigned(most.second, bits(square));  // a negative one is above kInfBits
     const Floats update = divide(moment, fma(square_root(square), f.second_factor, f.eps));
@@ -85,21 +86,6 @@ template <OptimizerRule RULE, class P, class G>
   } else {
     return fma(f.minus_step, f.nesterov ? fma(f.momentum, moment, grad) : moment, param);
   }
-}
-
-// The last elements of a block, fewer than a vector: on padded copies, zero where there is no element.
-template <OptimizerRule RULE, class P, class G>
-inline Floats update_tail(const OptimizerBlock<P, G>& at, int64_t count, const BlockFactors& f, float* first, float* second,
-                          LaneMaxima& most) {
-  P param[kWidth] = {};
-  G grad[kWidth] = {};
-  uint8_t first_codes[kWidth], second_codes[kWidth] = {};
-  memset(first_codes, 127, kWidth);
-  memcpy(param, at.param, size_t(count) * sizeof(P));
-  memcpy(grad, at.grad, size_t(count) * sizeof(G));
-  memcpy(first_codes, at.first_codes, size_t(count));
-  if (has_second_moment(RULE)) memcpy(second_codes, at.second_codes, size_t(count));
-  return update_vector<RULE, P, G>({param, grad, first_codes, second_codes}, f, first, second, most);
 }
 
 // A whole block whose moments are updated but not encoded yet.
@@ -133,44 +119,43 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
   const bool stochastic = s.stochastic && sizeof(P) == 2;
   LaneMaxima lanes;
   int64_t i = 0;
-  const auto update = [&](int64_t j) __attribute__((always_inline)) {
-    const OptimizerBlock<P, G> at{block.param + j, block.grad + j, block.first_codes + j, kTwo ? block.second_codes + j : nullptr};
-    return update_vector<RULE, P, G>(at, f, next.first + j, kTwo ? next.second + j : next.second, lanes);
+  const auto update = [&](int64_t j, Floats param, Floats grad, Floats first_code, Floats second_code) __attribute__((always_inline)) {
+    return update_vector<RULE>(param, grad, first_code, second_code, f, next.first + j, kTwo ? next.second + j : next.second, lanes);
   };
-  const auto update_pair = [&](int64_t j) __attribute__((always_inline)) {
-    const Floats low = update(j), high = update(j + kWidth);
-    if (stochastic) {
-      store(fresh + j, low);
-      store(fresh + j + kWidth, high);
-    } else {
-      store_pair_as(block.param + j, low, high);
-    }
+  const auto update_whole = [&](int64_t j, Floats first_code, Floats second_code) __attribute__((always_inline)) {
+    return update(j, load_as(block.param + j), load_as(block.grad + j), first_code, second_code);
   };
+  const uint8_t* const second_codes = kTwo ? block.second_codes : block.first_codes;
   int64_t encoded = kOverlap && previous.first_codes ? 0 : kStateBlock;
-  for (; kOverlap && i + kGroup <= count; i += kGroup) {
-    update_pair(i);
-    update_pair(i + 2 * kWidth);
-    if (kOverlap && encoded < kStateBlock) previous.encode(encoded), encoded += kGroup;
+  for (; i + kGroup <= count; i += kGroup) {
+    const CodeGroup first = load_code_group(block.first_codes + i), second = load_code_group(second_codes + i);
+#pragma GCC unroll 2
+    for (int v = 0; v < 4; v += 2) {
+      const int64_t j = i + v * kWidth;
+      const Floats low = update_whole(j, code_floats(first, v), code_floats(second, v));
+      const Floats high = update_whole(j + kWidth, code_floats(first, v + 1), code_floats(second, v + 1));
+      if (stochastic) {
+        store(fresh + j, low);
+        store(fresh + j + kWidth, high);
+      } else {
+        store_pair_as(block.param + j, low, high);
+      }
+    }
+    if (encoded < kStateBlock) previous.encode(encoded), encoded += kGroup;
   }
-  for (; kOverlap && encoded < kStateBlock; encoded += kGroup) previous.encode(encoded);
+  for (; encoded < kStateBlock; encoded += kGroup) previous.encode(encoded);
   previous.first_codes = nullptr;
-  for (; i + 2 * kWidth <= count; i += 2 * kWidth) update_pair(i);
-  if (i + kWidth <= count) {
-    const Floats param = update(i);
+  for (; i + kWidth <= count; i += kWidth) {
+    const Floats param = update_whole(i, code_floats(block.first_codes + i), code_floats(second_codes + i));
     if (stochastic) store(fresh + i, param);
     else store_as(block.param + i, param);
-    i += kWidth;
   }
   if (i < count) {
-    const OptimizerBlock<P, G> at{block.param + i, block.grad + i, block.first_codes + i, kTwo ? block.second_codes + i : nullptr};
-    const Floats param =
-        update_tail<RULE, P, G>(at, count - i, f, next.first + i, kTwo ? next.second + i : next.second, lanes);
-    store(fresh + i, param);
-    if (!stochastic) {
-      P rounded[kWidth];
-      store_as(rounded, param);
-      memcpy(at.param, rounded, size_t(count - i) * sizeof(P));
-    }
+    const int64_t n = count - i;  // fewer than a vector: zeros behind them
+    const Floats param = update(i, load_first(block.param + i, n), load_first(block.grad + i, n),
+                                code_floats_of_first(block.first_codes + i, n, 127), code_floats_of_first(second_codes + i, n, 0));
+    if (stochastic) store(fresh + i, param);
+    else store_first(block.param + i, param, n);
   }
   if (stochastic) round_stochastic(fresh, count, index, s.seed, s.step, block.param);
   MomentMaxima most{largest(lanes.first), largest(lanes.second)};
@@ -191,56 +176,65 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
   if constexpr (kTwo) encode_block<false>(next.second, count, most.second, block.second_codes, second_scale);
 }
 
-// Rows of V vectors, one block each, as the matrices of LoRA have them: 4 vectors at a time, so that the work of several rows
-// overlaps. Alone, a row of 16 waits for its maximum, its reciprocal and its codes one after the other: 58 ns, here 27.
+// Short rows, one block each, as the matrices of LoRA have them: 4 vectors at a time, so that the work of several rows overlaps.
+// Alone, a row of 16 waits for its maximum, its reciprocal and its codes one after the other: 58 ns with AVX-512, here 27.
 // Takes whole groups of rows [begin, end); returns the first row left. Bits as update_block's.
-template <OptimizerRule RULE, class P, class G, int V>
-int64_t update_narrow(const OptimizerTensor& t, const OptimizerScalars& s, int64_t begin, int64_t end) {
+template <OptimizerRule RULE, class P, class G, class Rows>
+int64_t update_short_rows(const OptimizerTensor& t, const OptimizerScalars& s, int64_t begin, int64_t end) {
   constexpr bool kTwo = has_second_moment(RULE);
-  constexpr int kRows = 4 / V;
+  const Rows group(t.row_length);
+  const int64_t rows = kGroup / group.length();
   const bool stochastic = s.stochastic && sizeof(P) == 2;
   BlockFactors f(s, 0.0f, 0.0f);
-  for (; begin + kRows <= end; begin += kRows) {
+  for (; begin + rows <= end; begin += rows) {
     alignas(64) float first[kGroup], second[kTwo ? kGroup : 1], fresh[kGroup];
-    const int64_t start = begin * t.row_length;
+    const int64_t start = begin * group.length();
     const OptimizerBlock<P, G> block{static_cast<P*>(t.param) + start, static_cast<const G*>(t.grad) + start, t.codes[0] + start,
                                      kTwo ? t.codes[1] + start : nullptr};
-    float* const first_scale = t.scales[0] + begin;
-    float* const second_scale = kTwo ? t.scales[1] + begin : first_scale;
-    LaneMaxima lanes[kRows];
+    float* const first_scales = t.scales[0] + begin;
+    float* const second_scales = kTwo ? t.scales[1] + begin : nullptr;
+    const CodeGroup first_codes = load_code_group(block.first_codes);
+    const CodeGroup second_codes = load_code_group(kTwo ? block.second_codes : block.first_codes);
+    Ints first_most[4], second_most[4];
 #pragma GCC unroll 4
     for (int j = 0; j < 4; ++j) {
-      const int r = j / V, i = j * kWidth;
-      f.first_keep = splat(first_scale[r] * s.first_keep);
-      f.second_keep = splat(second_scale[r] * s.second_keep);
-      const OptimizerBlock<P, G> at{block.param + i, block.grad + i, block.first_codes + i, kTwo ? block.second_codes + i : nullptr};
-      const Floats param = update_vector<RULE, P, G>(at, f, first + i, kTwo ? second + i : second, lanes[r]);
+      const int i = j * kWidth;
+      // Lion interpolates the same moment twice, with two weights.
+      f.first_keep = mul(group.spread(first_scales, j), splat(s.first_keep));
+      f.second_keep = mul(group.spread(kTwo ? second_scales : first_scales, j), splat(s.second_keep));
+      LaneMaxima lanes;
+      const Floats param = update_vector<RULE>(load_as(block.param + i), load_as(block.grad + i), code_floats(first_codes, j),
+                                               code_floats(second_codes, j), f, first + i, kTwo ? second + i : second, lanes);
+      first_most[j] = lanes.first;
+      second_most[j] = lanes.second;
       if (stochastic) store(fresh + i, param);
-      else store_as(at.param, param);
+      else store_as(block.param + i, param);
     }
     if (stochastic) round_stochastic(fresh, kGroup, t.element_offset + uint64_t(start), s.seed, s.step, block.param);
-    uint32_t first_bits[kRows], second_bits[kRows];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      first_bits[r] = largest(lanes[r].first);
-      second_bits[r] = largest(lanes[r].second);
-      if (first_bits[r] >= kInfBits || second_bits[r] >= kInfBits) [[unlikely]] {
-        const int at = r * V * kWidth;
-        const MomentMaxima most = restart_unusual(first + at, kTwo ? second + at : nullptr, V * kWidth);
-        first_bits[r] = most.first;
-        second_bits[r] = most.second;
+    typename Rows::Scales first_found, second_found;
+    first_found.find(group, first_most);
+    if constexpr (kTwo) second_found.find(group, second_most);
+    if (first_found.plain && second_found.plain) [[likely]] {
+      first_found.store_to(first_scales);
+      encode_group<true, 4>(first, first_found.factor, block.first_codes);
+      if constexpr (kTwo) {
+        second_found.store_to(second_scales);
+        encode_group<false, 4>(second, second_found.factor, block.second_codes);
       }
+    } else {
+      encode_unusual_rows(first, kTwo ? second : nullptr, rows, group.length(), block.first_codes, first_scales, block.second_codes,
+                          second_scales);
     }
-    encode_rows<true, V>(first, first_bits, block.first_codes, first_scale);
-    if constexpr (kTwo) encode_rows<false, V>(second, second_bits, block.second_codes, second_scale);
   }
   return begin;
 }
 
 template <OptimizerRule RULE, class P, class G>
 void update_blocks(const OptimizerTensor& t, const OptimizerScalars& s, int64_t begin, int64_t end) {
-  if (t.row_length == kWidth) begin = update_narrow<RULE, P, G, 1>(t, s, begin, end);
-  if (t.row_length == 2 * kWidth) begin = update_narrow<RULE, P, G, 2>(t, s, begin, end);
+  if (t.row_length == 2 * kWidth) begin = update_short_rows<RULE, P, G, VectorRows<2>>(t, s, begin, end);
+  if (t.row_length == kWidth) begin = update_short_rows<RULE, P, G, VectorRows<1>>(t, s, begin, end);
+  if (t.row_length < kWidth && (t.row_length & (t.row_length - 1)) == 0)
+    begin = update_short_rows<RULE, P, G, LaneRows>(t, s, begin, end);
   int64_t row = begin / t.blocks_per_row, in_row = begin % t.blocks_per_row;
   Waiting<has_second_moment(RULE)> waiting[2];
   for (int64_t b = begin; b < end; ++b) {

@@ -1,5 +1,6 @@
 // Stochastic rounding of updated bf16 and fp16 parameters: x goes up to the next magnitude with the probability of its
 // distance from the one below, by 16 random bits that depend on (seed, step, global element index) alone.
+// Included once per ISA, after optimizer_simd_<isa>.h.
 #pragma once
 
 #include "../philox.h"
@@ -9,10 +10,36 @@
 namespace halfbyte::cpu::optimizer {
 namespace {
 
+constexpr int kRandoms = 8 * kPhiloxLanes;  // eight neighbours share one Philox block
+
+// random16 of the elements [8 * counter, 8 * counter + kRandoms): philox() for neighbouring counters, one in each 64-bit lane.
+// Upper halves are not kept clean: products read the lower ones alone.
+inline void fill_randoms(uint64_t counter, uint32_t step, uint64_t seed, uint16_t (&random)[kRandoms]) {
+  Wides c0 = wide_count(counter), c1 = wide_upper(c0), c2 = wide_splat(step), c3 = wide_splat(0);
+  uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+  for (int round = 0; round < kPhiloxRounds; ++round) {
+    const Wides p0 = wide_multiply(c0, wide_splat(kPhiloxFactor0)), p1 = wide_multiply(c2, wide_splat(kPhiloxFactor1));
+    c0 = wide_xor(wide_upper(p1), c1, wide_splat(k0));
+    c2 = wide_xor(wide_upper(p0), c3, wide_splat(k1));
+    c1 = p1;
+    c3 = p0;
+    k0 += kPhiloxKey0;
+    k1 += kPhiloxKey1;
+  }
+  alignas(64) uint64_t words[2][kPhiloxLanes];
+  wide_store(words[0], wide_pack(c0, c1));
+  wide_store(words[1], wide_pack(c2, c3));
+  for (int lane = 0; lane < kPhiloxLanes; ++lane) {
+    memcpy(random + 8 * lane, &words[0][lane], 8);
+    memcpy(random + 8 * lane + 4, &words[1][lane], 8);
+  }
+}
+
 // Up when fraction(x / spacing) + random / 65536 >= 1; NaN and Inf as with rounding to nearest.
 inline void round_to(float x, uint32_t random, BFloat16* out) {
-  const uint32_t b = float_bits(x);
-  *out = (b & 0x7F800000u) == 0x7F800000u ? from_float<BFloat16>(x) : BFloat16{uint16_t((b + random) >> 16)};
+  const uint32_t b = float_bits(x), magnitude = b & 0x7FFFFFFFu;
+  const uint32_t quiet = magnitude > 0x7F800000u ? 0x40u : 0u;
+  out->bits = uint16_t(magnitude < 0x7F800000u ? (b + random) >> 16 : b >> 16 | quiet);
 }
 inline void round_to(float x, uint32_t random, Float16* out) {
   const uint32_t b = float_bits(x), magnitude = b & 0x7FFFFFFFu;
@@ -31,14 +58,16 @@ inline void round_to(float x, uint32_t random, Float16* out) {
 }
 inline void round_to(float x, uint32_t, float* out) { *out = x; }
 
-// x[0..count) -> out; element i has the global index first + i. Eight neighbours share one Philox block.
+// x[0..count) -> out; element i has the global index first + i.
 template <class T>
 inline void round_stochastic(const float* x, int64_t count, uint64_t first, uint64_t seed, uint32_t step, T* out) {
-  Philox random{};
-  for (int64_t i = 0; i < count; ++i) {
+  alignas(64) uint16_t random[kRandoms];
+  for (int64_t i = 0; i < count;) {
     const uint64_t index = first + uint64_t(i);
-    if (i == 0 || index % 8 == 0) random = philox(index / 8, step, seed);
-    round_to(x[i], random16(random, uint32_t(index % 8)), out + i);
+    fill_randoms(index / 8, step, seed, random);
+    const int64_t used = int64_t(index % 8), n = count - i < kRandoms - used ? count - i : kRandoms - used;
+    for (int64_t j = 0; j < n; ++j) round_to(x[i + j], random[used + j], out + i + j);
+    i += n;
   }
 }
 

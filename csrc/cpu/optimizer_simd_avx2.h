@@ -51,6 +51,7 @@ inline void store_pair_as(T* p, Floats a, Floats b) {
 }
 
 inline Floats add(Floats a, Floats b) { return _mm256_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm256_sub_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm256_mul_ps(a, b); }
 inline Floats divide(Floats a, Floats b) { return _mm256_div_ps(a, b); }
 inline Floats square_root(Floats a) { return _mm256_sqrt_ps(a); }
@@ -59,11 +60,9 @@ inline Floats minimum(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
 inline Ints bits(Floats a) { return _mm256_castps_si256(a); }
 inline Floats from_bits(Ints a) { return _mm256_castsi256_ps(a); }
-inline Floats int_to_float(Ints a) { return _mm256_cvtepi32_ps(a); }
 inline Ints bit_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline Ints bit_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
 inline Ints add_ints(Ints a, Ints b) { return _mm256_add_epi32(a, b); }
-inline Ints sub_ints(Ints a, Ints b) { return _mm256_sub_epi32(a, b); }
 template <int BY>
 inline Ints shift_right(Ints a) {
   return _mm256_srli_epi32(a, BY);
@@ -85,12 +84,22 @@ inline uint32_t largest(Ints a) {
   return uint32_t(_mm_cvtsi128_si32(x));
 }
 
+inline Ints lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+inline Floats load_row_values(const float* p, int length) {
+  if (length >= kWidth) return _mm256_broadcast_ss(p);
+  const __m128i shift = _mm_cvtsi32_si128(__builtin_ctz(unsigned(length)));
+  const __m256i row = _mm256_srl_epi32(lane_numbers(), shift), count = _mm256_srl_epi32(_mm256_set1_epi32(kWidth), shift);
+  return _mm256_permutevar8x32_ps(_mm256_maskload_ps(p, _mm256_cmpgt_epi32(count, lane_numbers())), row);
+}
+inline Ints largest_of_rows(Ints a, int length) {
+  for (int step = 1; step < kWidth && step < length; step *= 2)
+    a = maximum_unsigned(a, _mm256_permutevar8x32_epi32(a, bit_xor(lane_numbers(), splat_bits(uint32_t(step)))));
+  return a;
+}
+
 inline Floats lookup8(const float* table, Ints index) { return _mm256_permutevar8x32_ps(_mm256_loadu_ps(table), index); }
 inline Floats xor_sign(Floats a, Floats test) {
   return _mm256_xor_ps(a, _mm256_and_ps(test, _mm256_set1_ps(-0.0f)));
-}
-inline Floats fma_if_nonzero(Floats test, Floats b, Floats c) {
-  return _mm256_and_ps(fma(test, b, c), _mm256_cmp_ps(test, _mm256_setzero_ps(), _CMP_NEQ_UQ));
 }
 inline Floats keep_if_nonzero(Floats a, Floats test) {
   return _mm256_and_ps(a, _mm256_cmp_ps(test, _mm256_setzero_ps(), _CMP_NEQ_UQ));
@@ -107,9 +116,31 @@ inline Ints class_guess(Floats a, int32_t offset) {
   return _mm256_mulhi_epu16(_mm256_subs_epu16(upper, _mm256_set1_epi32(offset)), _mm256_set1_epi32(153));
 }
 
-inline Ints load_codes(const uint8_t* p) {
-  return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+inline Floats code_floats(const uint8_t* p) {
+  const __m256i codes = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  return from_bits(_mm256_or_si256(codes, splat_bits(0x4C000000u)));
 }
+template <class T>
+inline Floats load_first(const T* p, int64_t count) {
+  T copy[kWidth] = {};
+  memcpy(copy, p, size_t(count) * sizeof(T));
+  return load_as(copy);
+}
+template <class T>
+inline void store_first(T* p, Floats x, int64_t count) {
+  T copy[kWidth];
+  store_as(copy, x);
+  memcpy(p, copy, size_t(count) * sizeof(T));
+}
+inline Floats code_floats_of_first(const uint8_t* p, int64_t count, uint8_t rest) {
+  uint8_t copy[kWidth];
+  memset(copy, rest, kWidth);
+  memcpy(copy, p, size_t(count));
+  return code_floats(copy);
+}
+using CodeGroup = const uint8_t*;
+inline CodeGroup load_code_group(const uint8_t* p) { return p; }
+inline Floats code_floats(CodeGroup group, int j) { return code_floats(group + j * kWidth); }
 // The upper halves of 4 vectors' lanes, as packs leaves them: in pairs, order mixed by 128 bits.
 struct Halves {
   __m256i low, high;
@@ -143,5 +174,18 @@ inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float
   store_mixed(p, _mm256_max_epu8(code, least));
 }
 
+// Philox in 64-bit lanes.
+constexpr int kPhiloxLanes = 4;
+using Wides = __m256i;
+inline Wides wide_splat(uint32_t x) { return _mm256_set1_epi64x(int64_t(x)); }
+inline Wides wide_count(uint64_t first) { return _mm256_add_epi64(_mm256_set1_epi64x(int64_t(first)), _mm256_setr_epi64x(0, 1, 2, 3)); }
+inline Wides wide_multiply(Wides a, Wides b) { return _mm256_mul_epu32(a, b); }
+inline Wides wide_upper(Wides a) { return _mm256_srli_epi64(a, 32); }
+inline Wides wide_xor(Wides a, Wides b, Wides c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
+inline Wides wide_pack(Wides low, Wides high) { return _mm256_blend_epi32(low, _mm256_slli_epi64(high, 32), 0xAA); }
+inline void wide_store(uint64_t* p, Wides a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), a); }
+
 }  // namespace
 }  // namespace halfbyte::cpu::optimizer
+
+#include "optimizer_class.h"

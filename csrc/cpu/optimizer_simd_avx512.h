@@ -18,23 +18,21 @@ inline Ints splat_bits(uint32_t x) { return _mm512_set1_epi32(int(x)); }
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 inline Floats load_as(const float* p) { return _mm512_loadu_ps(p); }
-inline Floats load_as(const BFloat16* p) {
-  const __m256i half = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(half), 16));
-}
+inline Floats widen(__m256i bfloat16) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16), 16)); }
+inline Floats load_as(const BFloat16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Floats load_as(const Float16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline void store_as(float* p, Floats x) { _mm512_storeu_ps(p, x); }
-inline void store_as(BFloat16* p, Floats x) {
-  // vcvtneps2bf16 rounds to nearest even, quiets NaN and flushes subnormals, which are zero here already.
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
-}
+// vcvtneps2bf16 rounds to nearest even, quiets NaN and flushes subnormals, which are zero here already.
+inline __m256i to_bfloat16(Floats x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
+inline __m256i to_float16(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
+inline void store_as(BFloat16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bfloat16(x)); }
 inline void store_pair_as(BFloat16* p, Floats a, Floats b) {
   _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
 }
 inline void store_as(Float16* p, Floats x) {
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_float16(x));
 }
 template <class T>
 inline void store_pair_as(T* p, Floats a, Floats b) {
@@ -43,6 +41,7 @@ inline void store_pair_as(T* p, Floats a, Floats b) {
 }
 
 inline Floats add(Floats a, Floats b) { return _mm512_add_ps(a, b); }
+inline Floats sub(Floats a, Floats b) { return _mm512_sub_ps(a, b); }
 inline Floats mul(Floats a, Floats b) { return _mm512_mul_ps(a, b); }
 inline Floats divide(Floats a, Floats b) { return _mm512_div_ps(a, b); }
 inline Floats square_root(Floats a) { return _mm512_sqrt_ps(a); }
@@ -51,11 +50,9 @@ inline Floats minimum(Floats a, Floats b) { return _mm512_min_ps(a, b); }
 inline Floats maximum(Floats a, Floats b) { return _mm512_max_ps(a, b); }
 inline Ints bits(Floats a) { return _mm512_castps_si512(a); }
 inline Floats from_bits(Ints a) { return _mm512_castsi512_ps(a); }
-inline Floats int_to_float(Ints a) { return _mm512_cvtepi32_ps(a); }
 inline Ints bit_and(Ints a, Ints b) { return _mm512_and_si512(a, b); }
 inline Ints bit_xor(Ints a, Ints b) { return _mm512_xor_si512(a, b); }
 inline Ints add_ints(Ints a, Ints b) { return _mm512_add_epi32(a, b); }
-inline Ints sub_ints(Ints a, Ints b) { return _mm512_sub_epi32(a, b); }
 template <int BY>
 inline Ints shift_right(Ints a) {
   return _mm512_srli_epi32(a, BY);
@@ -68,6 +65,19 @@ inline bool any_half_below(Ints a, uint32_t limit) {
 }
 inline uint32_t largest(Ints a) { return _mm512_reduce_max_epu32(a); }
 
+inline Ints lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
+inline Floats load_row_values(const float* p, int length) {
+  if (length >= kWidth) return _mm512_set1_ps(*p);
+  const unsigned shift = unsigned(__builtin_ctz(unsigned(length)));
+  const __mmask16 present = __mmask16((1u << (unsigned(kWidth) >> shift)) - 1u);
+  return _mm512_permutexvar_ps(_mm512_srli_epi32(lane_numbers(), shift), _mm512_maskz_loadu_ps(present, p));
+}
+inline Ints largest_of_rows(Ints a, int length) {
+  for (int step = 1; step < kWidth && step < length; step *= 2)
+    a = maximum_unsigned(a, _mm512_permutexvar_epi32(bit_xor(lane_numbers(), splat_bits(uint32_t(step))), a));
+  return a;
+}
+
 inline Floats lookup8(const float* table, Ints index) {
   // The table holds its 8 entries twice, so bit 3 of the index does not matter.
   return _mm512_permutexvar_ps(index, _mm512_load_ps(table));
@@ -75,59 +85,100 @@ inline Floats lookup8(const float* table, Ints index) {
 inline Floats xor_sign(Floats a, Floats test) {
   return from_bits(_mm512_ternarylogic_epi32(bits(a), bits(test), splat_bits(0x80000000u), 0x78));  // a ^ (test & sign)
 }
-inline Floats fma_if_nonzero(Floats test, Floats b, Floats c) {
-  return _mm512_maskz_fmadd_ps(_mm512_test_epi32_mask(bits(test), bits(test)), test, b, c);
-}
 inline Floats keep_if_nonzero(Floats a, Floats test) {
   return _mm512_maskz_mov_ps(_mm512_cmp_ps_mask(test, _mm512_setzero_ps(), _CMP_NEQ_UQ), a);
 }
 inline Floats if_greater(Floats x, Floats y, Floats a, Floats b) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
 }
-inline Ints add_if_greater(Ints a, Floats x, Floats y) {
-  return _mm512_mask_add_epi32(a, _mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), a, _mm512_set1_epi32(1));
-}
-inline Ints class_guess(Floats a, int32_t offset) {
-  // The upper half of each 32-bit lane is 0, so the 16-bit operations act on the lower half alone.
-  const __m512i upper = _mm512_srli_epi32(_mm512_castps_si512(a), 16);
-  return _mm512_mulhi_epu16(_mm512_subs_epu16(upper, _mm512_set1_epi32(offset)), _mm512_set1_epi32(153));
-}
+// The class of a (dynamic_map.h) by pairs of binades. What is smaller than the first pair has its class.
+class Class {
+ public:
+  Class(const DynamicMap& map, Floats a) {
+    const __m512i b = _mm512_castps_si512(_mm512_max_ps(a, _mm512_set1_ps(0x1p-29f)));
+    const __m512i step = _mm512_permutexvar_epi32(_mm512_srli_epi32(b, 24), _mm512_load_si512(map.pair_step));
+    index_ = _mm512_srli_epi32(_mm512_add_epi32(b, step), 24);
+  }
+  Floats J(const DynamicMap& map) const { return _mm512_permutexvar_ps(index_, _mm512_load_ps(map.pair_J)); }
+  Floats P(const DynamicMap& map) const { return _mm512_permutexvar_ps(index_, _mm512_load_ps(map.pair_P)); }
 
-inline Ints load_codes(const uint8_t* p) {
-  return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+ private:
+  Ints index_;
+};
+
+inline Floats code_floats(__m128i codes) {
+  return _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu8_epi32(codes), splat_bits(0x4C000000u)));
 }
-// Byte BYTE of every lane of 4 vectors.
-template <int BYTE>
-inline __m512i byte_of_each(const __m512i& a, const __m512i& b, const __m512i& c, const __m512i& d) {
-  // Where 32 lanes of two vectors keep it.
+inline Floats code_floats(const uint8_t* p) { return code_floats(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+inline __mmask16 first_lanes(int64_t count) { return __mmask16((1u << count) - 1u); }
+inline Floats load_first(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(first_lanes(count), p); }
+inline Floats load_first(const BFloat16* p, int64_t count) {
+  return widen(_mm256_maskz_loadu_epi16(first_lanes(count), p));
+}
+inline Floats load_first(const Float16* p, int64_t count) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));
+}
+inline void store_first(float* p, Floats x, int64_t count) { _mm512_mask_storeu_ps(p, first_lanes(count), x); }
+inline void store_first(BFloat16* p, Floats x, int64_t count) {
+  _mm256_mask_storeu_epi16(p, first_lanes(count), to_bfloat16(x));
+}
+inline void store_first(Float16* p, Floats x, int64_t count) {
+  _mm256_mask_storeu_epi16(p, first_lanes(count), to_float16(x));
+}
+inline Floats code_floats_of_first(const uint8_t* p, int64_t count, uint8_t rest) {
+  return code_floats(_mm_mask_loadu_epi8(_mm_set1_epi8(char(rest)), first_lanes(count), p));
+}
+using CodeGroup = __m512i;
+inline CodeGroup load_code_group(const uint8_t* p) { return _mm512_loadu_si512(p); }
+inline Floats code_floats(const CodeGroup& group, int j) {
   alignas(64) static constexpr auto kPlaces = [] {
     struct {
-      uint8_t at[64];
+      uint8_t at[4][64];
     } places{};
-    for (int i = 0; i < 64; ++i) places.at[i] = uint8_t(4 * (i % 32) + BYTE);
+    for (int i = 0; i < 256; ++i) places.at[i / 64][i % 64] = uint8_t(i / 4);
     return places;
   }();
-  const __m512i places = _mm512_load_si512(kPlaces.at);
-  return _mm512_inserti64x4(_mm512_permutex2var_epi8(a, places, b),
-                            _mm512_castsi512_si256(_mm512_permutex2var_epi8(c, places, d)), 1);
+  // One instruction puts a code into the last byte of each lane, where an extension and an "or" would be two.
+  constexpr __mmask64 kLastBytes = 0x1111111111111111u;
+  return _mm512_castsi512_ps(_mm512_mask_permutexvar_epi8(splat_bits(0x4C000000u), kLastBytes, _mm512_load_si512(kPlaces.at[j]), group));
+}
+
+// Bytes 2 of 4 vectors' lanes, as packs leaves them: 4 of each vector, order mixed by 128 bits.
+inline __m512i mixed_codes(const Ints (&words)[4]) {
+  const auto upper = [](__m512i a, __m512i b) {
+    return _mm512_and_si512(_mm512_packus_epi32(_mm512_srli_epi32(a, 16), _mm512_srli_epi32(b, 16)), _mm512_set1_epi16(0xFF));
+  };
+  return _mm512_packus_epi16(upper(words[0], words[1]), upper(words[2], words[3]));
+}
+// Positive bytes for positive floats, 0 for zero and negative bytes for negative floats, in the same order: saturation turns
+// their bits into the largest and the smallest numbers.
+inline __m512i mixed_signs(const float* x) {
+  return _mm512_packs_epi16(_mm512_packs_epi32(bits(load(x)), bits(load(x + 16))),
+                            _mm512_packs_epi32(bits(load(x + 32)), bits(load(x + 48))));
+}
+inline void store_mixed(uint8_t* p, __m512i bytes) {
+  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
 }
 inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
-  const __m512i m = byte_of_each<2>(words[0], words[1], words[2], words[3]);
-  const __mmask64 negative = _mm512_movepi8_mask(
-      byte_of_each<3>(bits(load(x)), bits(load(x + 16)), bits(load(x + 32)), bits(load(x + 48))));
-  const __m512i zero = _mm512_set1_epi8(127);
-  _mm512_storeu_si512(p, _mm512_mask_subs_epu8(_mm512_add_epi8(zero, m), negative, zero, m));
+  const __m512i m = mixed_codes(words), zero = _mm512_set1_epi8(127);
+  store_mixed(p, _mm512_mask_subs_epu8(_mm512_add_epi8(zero, m), _mm512_movepi8_mask(mixed_signs(x)), zero, m));
 }
 inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
-  const __m512i code = byte_of_each<2>(words[0], words[1], words[2], words[3]);
-  // Saturation turns the bits of positive floats into 127; 0 stays 0.
-  const __m512i low = _mm512_packs_epi32(bits(load(x)), bits(load(x + 16)));
-  const __m512i high = _mm512_packs_epi32(bits(load(x + 32)), bits(load(x + 48)));
-  const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  const __m512i positive = _mm512_permutexvar_epi32(order, _mm512_packs_epi16(low, high));
-  const __m512i least = _mm512_min_epu8(positive, _mm512_set1_epi8(1));
-  _mm512_storeu_si512(p, _mm512_max_epu8(code, least));
+  const __m512i least = _mm512_min_epu8(mixed_signs(x), _mm512_set1_epi8(1));
+  store_mixed(p, _mm512_max_epu8(mixed_codes(words), least));
 }
+
+// Philox in 64-bit lanes.
+constexpr int kPhiloxLanes = 8;
+using Wides = __m512i;
+inline Wides wide_splat(uint32_t x) { return _mm512_set1_epi64(int64_t(x)); }
+inline Wides wide_count(uint64_t first) { return _mm512_add_epi64(_mm512_set1_epi64(int64_t(first)), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7)); }
+inline Wides wide_multiply(Wides a, Wides b) { return _mm512_mul_epu32(a, b); }
+inline Wides wide_upper(Wides a) { return _mm512_srli_epi64(a, 32); }
+inline Wides wide_xor(Wides a, Wides b, Wides c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
+inline Wides wide_pack(Wides low, Wides high) { return _mm512_mask_mov_epi32(low, 0xAAAA, _mm512_slli_epi64(high, 32)); }
+inline void wide_store(uint64_t* p, Wides a) { _mm512_storeu_si512(p, a); }
 
 }  // namespace
 }  // namespace halfbyte::cpu::optimizer

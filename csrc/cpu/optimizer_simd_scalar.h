@@ -30,6 +30,7 @@ inline void store_pair_as(T* p, Floats a, Floats b) {
 }
 
 inline Floats add(Floats a, Floats b) { return a + b; }
+inline Floats sub(Floats a, Floats b) { return a - b; }
 inline Floats mul(Floats a, Floats b) { return a * b; }
 inline Floats divide(Floats a, Floats b) { return a / b; }
 inline Floats square_root(Floats a) { return sqrtf(a); }
@@ -38,11 +39,9 @@ inline Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 inline Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 inline Ints bits(Floats a) { return float_bits(a); }
 inline Floats from_bits(Ints a) { return bits_float(a); }
-inline Floats int_to_float(Ints a) { return float(int32_t(a)); }
 inline Ints bit_and(Ints a, Ints b) { return a & b; }
 inline Ints bit_xor(Ints a, Ints b) { return a ^ b; }
 inline Ints add_ints(Ints a, Ints b) { return a + b; }
-inline Ints sub_ints(Ints a, Ints b) { return a - b; }
 template <int BY>
 inline Ints shift_right(Ints a) {
   return a >> BY;
@@ -57,12 +56,15 @@ inline bool any_below(Ints a, uint32_t limit) { return a < limit; }
 inline bool any_half_below(Ints a, uint32_t limit) { return (a & 0xFFFFu) < limit || a >> 16 < limit; }
 inline uint32_t largest(Ints a) { return a; }
 
+// Lane i is p[i / length].
+inline Floats load_row_values(const float* p, int) { return *p; }
+// Lane i is the largest of the lanes with the same i / length.
+inline Ints largest_of_rows(Ints a, int) { return a; }
+
 // table[index & 7]
 inline Floats lookup8(const float* table, Ints index) { return table[index & 7u]; }
 // a with its sign flipped where that of test is set
 inline Floats xor_sign(Floats a, Floats test) { return bits_float(float_bits(a) ^ (float_bits(test) & 0x80000000u)); }
-// test * b + c, or 0 where test is 0
-inline Floats fma_if_nonzero(Floats test, Floats b, Floats c) { return test != 0.0f ? fmaf(test, b, c) : 0.0f; }
 // test != 0 or NaN ? a : 0
 inline Floats keep_if_nonzero(Floats a, Floats test) { return test != 0.0f ? a : 0.0f; }
 // x > y ? a : b
@@ -75,7 +77,18 @@ inline Ints class_guess(Floats a, int32_t offset) {
   return (upper > uint32_t(offset) ? upper - uint32_t(offset) : 0u) * 153u >> 16;
 }
 
-inline Ints load_codes(const uint8_t* p) { return *p; }
+// 2^25 + 4 * code
+inline Floats code_floats(const uint8_t* p) { return bits_float(0x4C000000u | *p); }
+// Of the first `count` lanes; the others are 0, or have the code `rest`. One lane has no part.
+template <class T>
+inline Floats load_first(const T* p, int64_t) { return load_as(p); }
+template <class T>
+inline void store_first(T* p, Floats x, int64_t) { store_as(p, x); }
+inline Floats code_floats_of_first(const uint8_t* p, int64_t, uint8_t) { return code_floats(p); }
+// Codes of 4 vectors, and those of vector j among them.
+using CodeGroup = const uint8_t*;
+inline CodeGroup load_code_group(const uint8_t* p) { return p; }
+inline Floats code_floats(CodeGroup group, int j) { return code_floats(group + j); }
 // Codes of words as code_words() makes them and of the values x they were made from (only signs and zeros of those count).
 inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
   for (int i = 0; i < 4; ++i) {
@@ -90,5 +103,18 @@ inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float
   }
 }
 
+// Philox in 64-bit lanes.
+constexpr int kPhiloxLanes = 1;
+using Wides = uint64_t;
+inline Wides wide_splat(uint32_t x) { return x; }
+inline Wides wide_count(uint64_t first) { return first; }
+inline Wides wide_multiply(Wides a, Wides b) { return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu); }  // of the lower halves
+inline Wides wide_upper(Wides a) { return a >> 32; }
+inline Wides wide_xor(Wides a, Wides b, Wides c) { return a ^ b ^ c; }
+inline Wides wide_pack(Wides low, Wides high) { return (low & 0xFFFFFFFFu) | high << 32; }  // the lower halves
+inline void wide_store(uint64_t* p, Wides a) { *p = a; }
+
 }  // namespace
 }  // namespace halfbyte::cpu::optimizer
+
+#include "optimizer_class.h"

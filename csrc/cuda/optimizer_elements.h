@@ -59,14 +59,13 @@ HALFBYTE_HD inline float div_in_range(float a, float b) { return div_ftz(a, b); 
 // ---- the dynamic map (dynamic_map.h) ----
 
 HALFBYTE_HD inline float decode_signed(const DynamicMap& map, uint32_t code) {
-  const float d = float(int32_t(code) - 127);
-  const uint32_t e = (float_bits(d) >> 23) & 7u, sign = float_bits(d) & 0x80000000u;
-  const float value = fma_ftz(d, map.B[e], bits_float(float_bits(map.A[e]) ^ sign));
-  return d != 0.0f ? value : 0.0f;
+  const float m = float(4 * (int32_t(code) - 127));  // 4 m, with the sign
+  const uint32_t e = (float_bits(m) >> 23) & 7u, sign = float_bits(m) & 0x80000000u;
+  return fma_ftz(m, map.B[e], bits_float(float_bits(map.A[e]) ^ sign));
 }
 
 HALFBYTE_HD inline float decode_unsigned(const DynamicMap& map, uint32_t code) {
-  const float m = float(code + 1);
+  const float m = float(4 * (code + 1));
   const uint32_t e = (float_bits(m) >> 23) & 7u;
   return fma_ftz(m, map.B[e], map.A[e]);
 }

@@ -15,9 +15,12 @@ from halfbyte.ops import optimizer as ops
 
 RULES: tuple[oracle.Rule, ...] = ("adamw", "adam", "lion", "sgd")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-# One block, ragged blocks, narrow LoRA rows (one and two vectors of each ISA; groups of rows and some left over), more than
-# one trailing dimension, 1-D pieces, single elements, no rows.
-SHAPES = ((5, 256), (3, 300), (9, 8), (11, 16), (7, 32), (2, 3, 129), (700,), (4, 1), (1, 513), (0, 32), (3, 0))
+# One block, ragged blocks, more than one trailing dimension, 1-D pieces, no rows; short LoRA rows (parts of a vector, one
+# and two vectors of each ISA; groups of rows and some left over), single elements.
+SHAPES = (
+    *((5, 256), (3, 300), (2, 3, 129), (700,), (1, 513), (0, 32), (3, 0)),
+    *((67, 1), (35, 2), (18, 4), (9, 8), (11, 16), (7, 32), (3, 64), (5, 7), (6, 24)),
+)
 
 
 def call(
@@ -76,8 +79,57 @@ def check(
             assert same(s, torch.from_numpy(state.scales[i])), f"{where}: scales of moment {i}"
 
 
+SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 1e-30, 1e-20, 3e38, -3.4e38, 1.0, float("inf"), float("nan"))
+
+
+def check_extreme_values(rule: oracle.Rule, shape: tuple[int, int]) -> None:
+    """Subnormal, tiny, huge and non-finite gradients and parameters; scales above 2**126."""
+    special = torch.tensor(SPECIAL)
+    generator = torch.Generator().manual_seed(0)
+    h = oracle.Hyper(lr=1e-3, weight_decay=0.01, momentum=0.5)
+    for top in range(2, len(special) + 1):
+        grad = special[torch.randint(0, top, shape, generator=generator)]
+        p = special[torch.randint(0, min(top, 10), shape, generator=generator)]
+        state = oracle.State.zeros(shape, rule)
+        codes, scales = (
+            [torch.from_numpy(c.copy()) for c in state.codes],
+            [torch.from_numpy(s.copy()) for s in state.scales],
+        )
+        for count in (1, 2):
+            expected, state = oracle.step(rule, p.numpy(), grad.numpy(), state, h, count)
+            call(rule, [p], [grad], [(codes, scales)], h, [torch.tensor(float(count))])
+            where = f"{rule} {shape}, first {top} of SPECIAL, step {count}"
+            assert same(p, torch.from_numpy(expected)), f"{where}: parameter"
+            for i in range(len(codes)):
+                assert same(codes[i], torch.from_numpy(state.codes[i])), f"{where}: codes of moment {i}"
+                assert same(scales[i], torch.from_numpy(state.scales[i])), f"{where}: scales of moment {i}"
+
+
+def check_stochastic_rounding(dtype: torch.dtype, shape: tuple[int, int], decade: int) -> None:
+    """From zero parameters, so that -gradient is what gets rounded; subnormal fp16 and overflow included."""
+    generator = torch.Generator().manual_seed(decade)
+    grad = torch.randn(shape, generator=generator) * 10.0**decade
+    grad.flatten()[:6] = torch.tensor([0.0, 7e4, 65519.0, -65535.0, float("inf"), float("nan")])
+    p = torch.zeros(shape, dtype=dtype)
+    seed, step, offset = -(2**62) + 12345, 7, 2**35 - 301  # the 64-bit counter carries inside
+    state = oracle.State.zeros(shape, "sgd")
+    codes, scales = ([torch.from_numpy(x[0].copy())] for x in (state.codes, state.scales))
+    h = oracle.Hyper(lr=1.0, momentum=0.0)  # the buffer is the gradient
+    call("sgd", [p], [grad], [(codes, scales)], h, [torch.tensor(float(step))], element_offsets=[offset], seed=seed)
+    name = "bfloat16" if dtype == torch.bfloat16 else "float16"
+    for i, x in enumerate((-grad).flatten().tolist()):
+        expected = torch.tensor(oracle.round_stochastic(x, name, oracle.random_bits(offset + i, step, seed)))
+        assert same(p.flatten()[i].float(), expected), f"{dtype} {shape}, element {i}: {x}"
+
+
 def main() -> None:
     torch.set_num_threads(1)
+    for rule in RULES:
+        for shape in ((4, 300), (64, 8), (66, 2), (9, 16), (10, 12)):
+            check_extreme_values(rule, shape)
+    for dtype in (torch.bfloat16, torch.float16):
+        for shape, decade in (((3, 301), -5), ((40, 8), 0), ((9, 20), 4)):
+            check_stochastic_rounding(dtype, shape, decade)
     hypers = (
         oracle.Hyper(lr=1e-2, weight_decay=0.1, momentum=0.9, dampening=0.1, maximize=True, grad_scale=3.0),
         oracle.Hyper(lr=1e-3, momentum=0.9, nesterov=True),
