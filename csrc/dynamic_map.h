@@ -45,8 +45,8 @@ struct alignas(64) DynamicMap {
 };
 
 // Ulps of 2^-16 by which fma(min(w, kInsideLastStep), P[c], code_offset) is shifted up: below twice that, behind the upper 16
-// bits, lies what needs `midpoint`. 1 would do for every float.
-inline constexpr uint32_t kTieUlps = 2;
+// bits, lies what needs `midpoint`. Tried with every float: 0 is too small.
+inline constexpr uint32_t kTieUlps = 1;
 // Above w = 2 lies the gap below the next class, which belongs to this class's last entry: inside of its step, not near the end.
 inline constexpr float kInsideLastStep = 2.0f - 0x1p-8f;
 

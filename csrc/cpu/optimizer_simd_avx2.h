@@ -77,6 +77,10 @@ inline bool any_half_below(Ints a, uint32_t limit) {
   const __m256i below = _mm256_cmpeq_epi16(_mm256_min_epu16(a, _mm256_set1_epi16(int16_t(limit - 1))), a);
   return !_mm256_testz_si256(below, below);
 }
+inline uint32_t lower_halves_below(Ints a, uint32_t limit) {
+  const __m256i below = _mm256_cmpgt_epi32(splat_bits(limit), _mm256_and_si256(a, splat_bits(0xFFFFu)));
+  return uint32_t(_mm256_movemask_ps(_mm256_castsi256_ps(below)));
+}
 inline uint32_t largest(Ints a) {
   __m128i x = _mm_max_epu32(_mm256_castsi256_si128(a), _mm256_extracti128_si256(a, 1));
   x = _mm_max_epu32(x, _mm_shuffle_epi32(x, 0x4E));

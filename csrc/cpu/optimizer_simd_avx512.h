@@ -63,6 +63,9 @@ inline bool any_below(Ints a, uint32_t limit) { return _mm512_cmplt_epu32_mask(a
 inline bool any_half_below(Ints a, uint32_t limit) {
   return _mm512_cmplt_epu16_mask(a, _mm512_set1_epi16(int16_t(limit))) != 0;
 }
+inline uint32_t lower_halves_below(Ints a, uint32_t limit) {
+  return _mm512_cmplt_epu32_mask(_mm512_and_si512(a, splat_bits(0xFFFFu)), splat_bits(limit));
+}
 inline uint32_t largest(Ints a) { return _mm512_reduce_max_epu32(a); }
 
 inline Ints lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }

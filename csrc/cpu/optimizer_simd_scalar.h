@@ -54,6 +54,8 @@ inline Ints minimum_halves(Ints a, Ints b) {
 }
 inline bool any_below(Ints a, uint32_t limit) { return a < limit; }
 inline bool any_half_below(Ints a, uint32_t limit) { return (a & 0xFFFFu) < limit || a >> 16 < limit; }
+// A bit for each lane whose lower half is below the limit.
+inline uint32_t lower_halves_below(Ints a, uint32_t limit) { return (a & 0xFFFFu) < limit; }
 inline uint32_t largest(Ints a) { return a; }
 
 // Lane i is p[i / length].

@@ -84,6 +84,34 @@ def test_kernel_encodes_to_the_nearest_entry(signed: bool) -> None:
     assert torch.equal(codes, torch.from_numpy(oracle.nearest_code(x.numpy(), signed)))
 
 
+@pytest.mark.slow
+@SIGNS
+def test_kernel_encodes_every_float_to_the_nearest_entry(signed: bool) -> None:
+    """All of [2**-126, 1] as first moments, the squares of all of [2**-63, 1] as second ones; exact midpoints in float64."""
+    values = map_values(signed).double()
+    least = 127 if signed else 1
+    middle = ((values[1:] + values[:-1]) / 2)[least:]
+    rows, one = 1 << 16, [torch.tensor(1.0)]
+    end, step = 0x3F800001, 255 * rows  # one past the bits of 1.0; a block's first element is the 1 that makes its scale 1
+    for start in range(0x00800000 if signed else 0x20000000, end, step):
+        part = torch.arange(start, min(start + step, end), dtype=torch.int32).view(torch.float32)
+        x = torch.ones(rows, 256)
+        x[:, 1:] = torch.nn.functional.pad(part, (0, step - len(part)), value=1.0).view(rows, 255)
+        params = [torch.zeros(rows, 256)]
+        first = [torch.full(x.shape, 127, dtype=torch.uint8)], [torch.zeros(rows, 1)]
+        if signed:
+            codes, scales = first
+            sgd8bit_step_(params, [x], codes, scales, one, lr=0.0, momentum=0.9, dampening=0.0, weight_decay=0.0,
+                          nesterov=False)  # fmt: skip
+        else:
+            codes, scales = [torch.zeros(x.shape, dtype=torch.uint8)], [torch.zeros(rows, 1)]
+            adamw8bit_step_(params, [x], *first, codes, scales, one, lr=0.0, beta1=0.0, beta2=0.0, eps=1e-8,
+                            weight_decay=0.0)  # fmt: skip
+            x = x * x
+        assert (scales[0] == 1).all()
+        assert torch.equal(codes[0].int(), least + torch.bucketize(x.double(), middle, out_int32=True))
+
+
 @SIGNS
 def test_ties_go_to_the_smaller_magnitude(signed: bool) -> None:
     values = map_values(signed).double()
