@@ -132,7 +132,8 @@ constexpr LinearKernels linear_kernels() {
   k.unit_multiple[1] = kUnitMultiple<BFloat16Pairs>;
   k.direct_tokens[0] = kDirectTokens[0];
   k.direct_tokens[1] = kOnTiles<BFloat16Pairs> ? 0 : kDirectTokens[1];
-  // CPUs with AMX start a vdpbf16ps every two cycles, as many as four multiply-adds in fp32; past 4 tokens tiles are faster.
+  // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4 tokens
+  // tiles are faster.
   k.exact_tokens = kOnTiles<BFloat16Pairs> ? 4 : 0;
   k.scratch_bytes = 4 * (forward > reverse ? forward : reverse);
   k.prepare_direct = linear_prepare_direct;
