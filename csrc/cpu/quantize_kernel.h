@@ -1,5 +1,6 @@
-// quantize: float rows -> packed rows, byte-exact to docs/formats.md. Included once per ISA: full groups of 32 elements
-// take its vectors, the rest of a block the plain C++ that they equal bit for bit.
+// quantize: float rows -> packed rows, byte-exact to docs/formats.md. Included once per ISA: groups of 32 elements take its vectors,
+// the last ones too: a group that overlaps the one before, or has zeros behind it. Blocks of unusual scales take the plain C++ that
+// they equal bit for bit.
 #pragma once
 
 #include "kernels.h"
@@ -42,14 +43,22 @@ inline uint8_t float_to_int8(float v) {
 namespace halfbyte::cpu {
 namespace {
 
+// Fewer elements than a group, and zeros behind them.
+template <class T>
+struct PaddedGroup {
+  alignas(64) T elements[kEncodeGroup] = {};
+  PaddedGroup(const T* x, int64_t count) { memcpy(elements, x, size_t(count) * sizeof(T)); }
+};
+
 // NaN if any element is NaN or Inf.
 template <class T>
 inline float block_absmax(const T* x, int64_t count) {
   const int64_t full = count / kEncodeGroup * kEncodeGroup;
   uint32_t largest = magnitude_max(x, full);
-  for (int64_t i = full; i < count; ++i) {
-    const uint32_t magnitude = magnitude_bits(x[i]);
-    largest = magnitude > largest ? magnitude : largest;
+  if (full < count) [[unlikely]] {
+    const uint32_t rest = full > 0 ? magnitude_max(x + count - kEncodeGroup, kEncodeGroup)
+                                   : magnitude_max(PaddedGroup<T>(x, count).elements, kEncodeGroup);
+    largest = rest > largest ? rest : largest;
   }
   const float absmax = to_float(value_of<T>(largest));
   return is_finite(absmax) ? absmax : bits_float(kNaNBits);
@@ -64,7 +73,8 @@ inline float block_scale(const T* x, int64_t count, const float* given) {
   return *given > 0.0f && is_finite(*given) ? *given : bits_float(kNaNBits);
 }
 
-// Nibbles of `count` elements from an even one on, first element in the high nibble; the general form: any scale, any count.
+// Nibbles of `count` elements from an even one on, first element in the high nibble, the nibble after the last one that of 0: for
+// scales without a finite reciprocal.
 template <class T, bool FP4>
 [[gnu::noinline]] void encode_elements(const T* x, int64_t count, float scale, uint8_t* codes) {
   constexpr uint8_t kZero = FP4 ? 0 : 7;
@@ -72,15 +82,26 @@ template <class T, bool FP4>
     memset(codes, kZero << 4 | kZero, size_t(count + 1) / 2);
     return;
   }
-  const float reciprocal = 1.0f / scale;
-  const bool divide = !is_finite(reciprocal);  // scales below 2^-128
   const auto encode = [&](T value) {
-    const float v = divide ? to_float(value) / scale : to_float(value) * reciprocal;
+    const float v = to_float(value) / scale;
     return FP4 ? encode_fp4(v) : encode_nf4(v);
   };
   int64_t i = 0;
   for (; i + 1 < count; i += 2) codes[i / 2] = uint8_t(encode(x[i]) << 4 | encode(x[i + 1]));
   if (i < count) codes[i / 2] = uint8_t(encode(x[i]) << 4 | kZero);
+}
+
+// The same with a finite reciprocal, for what full groups leave of a block: elements [done, count).
+template <class T, bool FP4, bool Beyond>
+[[gnu::noinline]] void encode_rest(const T* x, int64_t done, int64_t count, float reciprocal, uint8_t* codes) {
+  if (done > 0 && count % 2 == 0) {
+    const int64_t start = count - kEncodeGroup;
+    encode_4bit<T, FP4, Beyond>(x + start, reciprocal, codes + start / 2);
+    return;
+  }
+  uint8_t bytes[kEncodeGroup / 2];
+  encode_4bit<T, FP4, Beyond>(PaddedGroup<T>(x + done, count - done).elements, reciprocal, bytes);
+  memcpy(codes + done / 2, bytes, size_t(count - done + 1) / 2);
 }
 
 inline int64_t block_count(const RowLayout& l, int64_t block) {
@@ -111,15 +132,17 @@ inline void encode_blocks(const T* x, const RowLayout& l, int64_t first, int64_t
     uint8_t* codes = row + b * l.block_size / 2;
     const int64_t count = block_count(l, b);
     const float scale = scales[b - first], reciprocal = 1.0f / scale;
+    if (!is_finite(reciprocal)) [[unlikely]] {  // a scale that is NaN, 0 or below 2^-128
+      encode_elements<T, FP4>(element, count, scale, codes);
+      continue;
+    }
     int64_t i = 0;
-    if (is_finite(reciprocal)) [[likely]] {  // not so for a scale that is NaN, 0 or below 2^-128
-      for (; i + kEncodeGroup <= count; i += kEncodeGroup) {
-        fetch_group(element + i + ahead);
-        encode_4bit<T, FP4, Beyond>(element + i, reciprocal, codes + i / 2);
-      }
+    for (; i + kEncodeGroup <= count; i += kEncodeGroup) {
+      fetch_group(element + i + ahead);
+      encode_4bit<T, FP4, Beyond>(element + i, reciprocal, codes + i / 2);
     }
     if (i < count) [[unlikely]]
-      encode_elements<T, FP4>(element + i, count - i, scale, codes + i / 2);
+      encode_rest<T, FP4, Beyond>(element, i, count, reciprocal, codes);
   }
 }
 
@@ -187,18 +210,26 @@ inline void quantize_row_8bit(const T* x, const float* given, const RowLayout& l
     return;
   }
   const float factor = (1.0f / scale) * kLimit;
-  const bool divide = !is_finite(factor);
-  int64_t i = 0;
-  if (!divide) [[likely]] {
-    for (; i + kEncodeGroup <= l.in_features; i += kEncodeGroup) {
-      fetch_group(x + i + l.in_features);
-      encode_8bit<T, FP8>(x + i, factor, row + i);
+  if (!is_finite(factor)) [[unlikely]] {
+    for (int64_t i = 0; i < l.in_features; ++i) {
+      const float v = (to_float(x[i]) / scale) * kLimit;
+      row[i] = FP8 ? float_to_fp8(v) : float_to_int8(v);
     }
+    return;
   }
-  for (; i < l.in_features; ++i) {
-    const float value = to_float(x[i]);
-    const float v = divide ? (value / scale) * kLimit : value * factor;
-    row[i] = FP8 ? float_to_fp8(v) : float_to_int8(v);
+  int64_t i = 0;
+  for (; i + kEncodeGroup <= l.in_features; i += kEncodeGroup) {
+    fetch_group(x + i + l.in_features);
+    encode_8bit<T, FP8>(x + i, factor, row + i);
+  }
+  if (i == l.in_features) return;
+  if (i > 0) {
+    const int64_t start = l.in_features - kEncodeGroup;
+    encode_8bit<T, FP8>(x + start, factor, row + start);
+  } else {
+    uint8_t bytes[kEncodeGroup];
+    encode_8bit<T, FP8>(PaddedGroup<T>(x, l.in_features).elements, factor, bytes);
+    memcpy(row, bytes, size_t(l.in_features));
   }
 }
 
