@@ -76,7 +76,7 @@ struct FactorPerLane {
   Floats of(int vector) const { return value[vector]; }
 };
 
-// Inlined by order: a call for each group would load tables and constants again, a fifth of all instructions.
+// Inlined by order, as all that it calls: a call for each group would load tables and constants again, a fifth of all instructions.
 // Codes of x times the vector's factor for VECTORS vectors; writes kGroup bytes, those after the last vector are unspecified.
 template <bool SIGNED, int VECTORS, class Factor>
 [[gnu::always_inline]] inline void encode_group(const float* x, const Factor& factor, uint8_t* codes) {

@@ -20,7 +20,7 @@ struct VectorRows {
     float of_row[4 / V];
     FactorPerVector factor;
     bool plain = true;  // is_plain of all
-    void find(const VectorRows&, const Ints (&most)[4]) {
+    [[gnu::always_inline]] void find(const VectorRows&, const Ints (&most)[4]) {
       for (int r = 0; r < 4 / V; ++r) {
         const uint32_t absmax = largest(V == 1 ? most[r] : maximum_unsigned(most[V * r], most[V * r + 1]));
         plain &= is_plain(absmax);
@@ -44,7 +44,7 @@ class LaneRows {
     FactorPerLane factor;
     bool plain = true;
     int length;
-    void find(const LaneRows& rows, const Ints (&most)[4]) {
+    [[gnu::always_inline]] void find(const LaneRows& rows, const Ints (&most)[4]) {
       length = rows.length_;
       Ints worst = splat_bits(0);
       for (int j = 0; j < 4; ++j) {

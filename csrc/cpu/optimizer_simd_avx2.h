@@ -149,20 +149,20 @@ inline Floats code_floats(CodeGroup group, int j) { return code_floats(group + j
 struct Halves {
   __m256i low, high;
 };
-inline Halves upper_halves(const Ints (&words)[4]) {
+[[gnu::always_inline]] inline Halves upper_halves(const Ints (&words)[4]) {
   const auto upper = [](__m256i a, __m256i b) { return _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16)); };
   return {upper(words[0], words[1]), upper(words[2], words[3])};
 }
 // 1 for positive, 0 for zero and -1 for negative floats, in the same order: saturation turns their bits into the largest
 // and the smallest 16-bit number.
-inline Halves signs(const float* x) {
+[[gnu::always_inline]] inline Halves signs(const float* x) {
   return {_mm256_packs_epi32(bits(load(x)), bits(load(x + 8))), _mm256_packs_epi32(bits(load(x + 16)), bits(load(x + 24)))};
 }
-inline void store_mixed(uint8_t* p, __m256i bytes) {
+[[gnu::always_inline]] inline void store_mixed(uint8_t* p, __m256i bytes) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
 }
-inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
+[[gnu::always_inline]] inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
   const Halves upper = upper_halves(words), sign = signs(x);
   const auto code = [](__m256i half, __m256i test) {
     const __m256i m = _mm256_sub_epi16(half, _mm256_set1_epi16(0x4300));  // 128.0
@@ -170,7 +170,7 @@ inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* 
   };
   store_mixed(p, _mm256_packus_epi16(code(upper.low, sign.low), code(upper.high, sign.high)));
 }
-inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
+[[gnu::always_inline]] inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
   const Halves upper = upper_halves(words), sign = signs(x);
   const __m256i low_byte = _mm256_set1_epi16(0xFF);
   const __m256i code = _mm256_packus_epi16(_mm256_and_si256(upper.low, low_byte), _mm256_and_si256(upper.high, low_byte));

@@ -147,7 +147,7 @@ inline Floats code_floats(const CodeGroup& group, int j) {
 }
 
 // Bytes 2 of 4 vectors' lanes, as packs leaves them: 4 of each vector, order mixed by 128 bits.
-inline __m512i mixed_codes(const Ints (&words)[4]) {
+[[gnu::always_inline]] inline __m512i mixed_codes(const Ints (&words)[4]) {
   const auto upper = [](__m512i a, __m512i b) {
     return _mm512_and_si512(_mm512_packus_epi32(_mm512_srli_epi32(a, 16), _mm512_srli_epi32(b, 16)), _mm512_set1_epi16(0xFF));
   };
@@ -155,19 +155,19 @@ inline __m512i mixed_codes(const Ints (&words)[4]) {
 }
 // Positive bytes for positive floats, 0 for zero and negative bytes for negative floats, in the same order: saturation turns
 // their bits into the largest and the smallest numbers.
-inline __m512i mixed_signs(const float* x) {
+[[gnu::always_inline]] inline __m512i mixed_signs(const float* x) {
   return _mm512_packs_epi16(_mm512_packs_epi32(bits(load(x)), bits(load(x + 16))),
                             _mm512_packs_epi32(bits(load(x + 32)), bits(load(x + 48))));
 }
-inline void store_mixed(uint8_t* p, __m512i bytes) {
+[[gnu::always_inline]] inline void store_mixed(uint8_t* p, __m512i bytes) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
 }
-inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
+[[gnu::always_inline]] inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
   const __m512i m = mixed_codes(words), zero = _mm512_set1_epi8(127);
   store_mixed(p, _mm512_mask_subs_epu8(_mm512_add_epi8(zero, m), _mm512_movepi8_mask(mixed_signs(x)), zero, m));
 }
-inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
+[[gnu::always_inline]] inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
   const __m512i least = _mm512_min_epu8(mixed_signs(x), _mm512_set1_epi8(1));
   store_mixed(p, _mm512_max_epu8(mixed_codes(words), least));
 }
