@@ -79,6 +79,7 @@ def check(
             assert same(s, torch.from_numpy(state.scales[i])), f"{where}: scales of moment {i}"
 
 
+EXTREME_SHAPES = ((4, 300), (64, 8), (66, 2), (9, 16), (10, 12))
 SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 1e-30, 1e-20, 3e38, -3.4e38, 1.0, float("inf"), float("nan"))
 
 
@@ -125,7 +126,7 @@ def check_stochastic_rounding(dtype: torch.dtype, shape: tuple[int, int], decade
 def main() -> None:
     torch.set_num_threads(1)
     for rule in RULES:
-        for shape in ((4, 300), (64, 8), (66, 2), (9, 16), (10, 12)):
+        for shape in EXTREME_SHAPES:
             check_extreme_values(rule, shape)
     for dtype in (torch.bfloat16, torch.float16):
         for shape, decade in (((3, 301), -5), ((40, 8), 0), ((9, 20), 4)):

@@ -74,7 +74,7 @@ def test_equals_the_oracle(
     grid.check(rule, shape, param_dtype, grad_dtype, h)
 
 
-@pytest.mark.parametrize("shape", [(4, 300), (64, 8), (66, 2), (9, 16), (10, 12)])
+@pytest.mark.parametrize("shape", grid.EXTREME_SHAPES)
 @pytest.mark.parametrize("rule", grid.RULES)
 def test_extreme_values_equal_the_oracle(rule: oracle.Rule, shape: tuple[int, int]) -> None:
     grid.check_extreme_values(rule, shape)
