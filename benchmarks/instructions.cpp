@@ -83,6 +83,7 @@ Work quantize(int32_t format, int64_t block, int64_t rows) {
 Work linear(int64_t tokens, Compute compute, int64_t rows) {
   const LinearKernels& k = table().linear;
   if (compute == Compute::kBFloat16 && !k.has_bfloat16) return {[] {}, 0};
+  if (compute == Compute::kInt16 && tokens > k.direct_tokens[int(compute)]) return {[] {}, 0};
   const RowLayout l = row_layout(kNF4, 64, K);
   const uint8_t* packed = packed_rows(l, rows);
   const auto* x = filled<uint16_t>(tokens * K);
@@ -140,6 +141,7 @@ const std::map<std::string, std::function<Work(int64_t)>> kCases = {
     {"quantize bf16 to nf4", [](int64_t rows) { return quantize(kNF4, 64, rows); }},
     {"quantize bf16 to int8", [](int64_t rows) { return quantize(kInt8, 0, rows); }},
     {"linear nf4 M=1 in fp32", [](int64_t rows) { return linear(1, Compute::kFloat32, rows); }},
+    {"linear nf4 M=1 in int16", [](int64_t rows) { return linear(1, Compute::kInt16, rows); }},
     {"linear nf4 M=1 in bf16", [](int64_t rows) { return linear(1, Compute::kBFloat16, rows); }},
     {"linear nf4 M=64 in fp32", [](int64_t rows) { return linear(64, Compute::kFloat32, rows); }},
     {"linear nf4 M=64 in bf16", [](int64_t rows) { return linear(64, Compute::kBFloat16, rows); }},

@@ -13,6 +13,7 @@ constexpr int kGroup = 64;
 constexpr bool kHasBFloat16 = false;
 constexpr int kTileVectors = 2;  // the micro-kernel holds 6 x 2 sums, 2 vectors and 1 broadcast in 16 registers
 constexpr int kDirectTokens[2] = {4, 0};
+constexpr int kInt16Tokens = 4;
 
 using Vector = __m256;
 
@@ -29,6 +30,7 @@ struct Float32 {
   static Vector multiply_add(Values a, Values b, Vector sum) { return _mm256_fmadd_ps(a, b, sum); }
 };
 using BFloat16Pairs = Float32;  // never dispatched to: AVX2 machines have no bf16 units
+struct Int16 : Float32 {};      // linear_int16_avx2.h
 
 inline Vector zero_vector() { return _mm256_setzero_ps(); }
 inline void store_values(float* p, Vector v) { _mm256_storeu_ps(p, v); }
@@ -132,20 +134,28 @@ struct Decoder {
       const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(c));
       half(_mm256_and_si256(_mm256_srli_epi16(bytes, 4), mask), v);
       half(_mm256_and_si256(bytes, mask), v + 4);
-    } else {
+    } else if constexpr (codes == Codes::kInt8) {
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) {
-        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(c + 8 * i));
-        if constexpr (codes == Codes::kInt8) {
-          v[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
-        } else {
-          // e4m3 bits moved to fp16 mean value / 256, subnormals included; 0x7F is NaN there and must be here.
-          const __m128i wide = _mm_cvtepu8_epi16(bytes);
-          const __m128i magnitude = _mm_and_si128(wide, _mm_set1_epi16(0x7F));
-          const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(magnitude, _mm_set1_epi16(0x7F)), _mm_set1_epi16(0x7E00));
-          const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(_mm_set1_epi16(0x7F), wide), 8);
-          v[i] = _mm256_cvtph_ps(_mm_or_si128(_mm_or_si128(sign, nan), _mm_slli_epi16(magnitude, 7)));
-        }
+      for (int i = 0; i < 8; ++i)
+        v[i] = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(c + 8 * i))));
+    } else {
+      // e4m3 bits moved to fp16 mean value / 256, subnormals included; 0x7F is NaN there and must be here. By halves of the words:
+      // all but the lowest bit of the magnitude lie in the high one.
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const __m256i loaded = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(c + 32 * i));
+        const __m256i bytes = _mm256_permute4x64_epi64(loaded, 0xD8);  // unpacking is by lanes
+        const __m256i sign = _mm256_set1_epi8(char(0x80));
+        const __m256i magnitude = _mm256_andnot_si256(sign, bytes);
+        const __m256i nan = _mm256_and_si256(_mm256_cmpeq_epi8(magnitude, _mm256_set1_epi8(0x7F)), _mm256_set1_epi8(0x7E));
+        const __m256i half = _mm256_and_si256(_mm256_srli_epi16(bytes, 1), _mm256_set1_epi8(0x3F));
+        const __m256i high = _mm256_or_si256(_mm256_or_si256(_mm256_and_si256(bytes, sign), half), nan);
+        const __m256i low = _mm256_and_si256(_mm256_slli_epi16(bytes, 7), sign);
+        const __m256i a = _mm256_unpacklo_epi8(low, high), b = _mm256_unpackhi_epi8(low, high);
+        v[4 * i] = _mm256_cvtph_ps(_mm256_castsi256_si128(a));
+        v[4 * i + 1] = _mm256_cvtph_ps(_mm256_extracti128_si256(a, 1));
+        v[4 * i + 2] = _mm256_cvtph_ps(_mm256_castsi256_si128(b));
+        v[4 * i + 3] = _mm256_cvtph_ps(_mm256_extracti128_si256(b, 1));
       }
     }
   }

@@ -13,6 +13,7 @@ constexpr int kGroup = 128;
 constexpr bool kHasBFloat16 = true;
 constexpr int kTileVectors = 4;  // the micro-kernel holds 6 x 4 sums, 4 vectors and 1 broadcast in 32 registers
 constexpr int kDirectTokens[2] = {8, 8};
+constexpr int kInt16Tokens = 0;
 
 using Vector = __m512;
 
@@ -48,6 +49,8 @@ struct BFloat16Pairs {
     return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
   }
 };
+
+struct Int16 {};  // never dispatched to
 
 inline Vector zero_vector() { return _mm512_setzero_ps(); }
 inline void store_values(float* p, __m512 v) { _mm512_storeu_ps(p, v); }

@@ -11,6 +11,7 @@ constexpr int kGroup = 32;
 constexpr bool kHasBFloat16 = false;
 constexpr int kTileVectors = 2;    // the micro-kernel holds 6 x 2 sums, 2 vectors and 1 broadcast in 16 registers
 constexpr int kDirectTokens[2] = {4, 0};
+constexpr int kInt16Tokens = 0;
 
 typedef float Vector __attribute__((vector_size(16)));
 
@@ -32,6 +33,7 @@ struct Float32 {
   static Vector multiply_add(Values a, Values b, Vector sum) { return a * b + sum; }
 };
 using BFloat16Pairs = Float32;  // never dispatched to
+struct Int16 {};                // nor to this
 
 inline Vector zero_vector() { return Vector{}; }
 inline void store_values(float* p, Vector v) { memcpy(p, &v, sizeof v); }

@@ -1,8 +1,8 @@
 // What the fronts of linear and lora_linear share: prepare the activations once, split the output over threads.
 //
-// bf16 inputs multiply in bf16 pairs where the CPU has them and they pay (weights rounded to bf16, as in a dense bf16 layer);
-// everything else, fp16 and bf16 on older CPUs included, multiplies exact fp32 weights. Sums are fp32, in an order that depends
-// neither on the number of threads nor on how the work is split.
+// bf16 inputs multiply in bf16 pairs where the CPU has them and they pay (weights rounded to bf16, as in a dense bf16 layer), a few
+// of them 4-bit codes as int16 with AVX2 (errors an eighth of that); everything else, fp16 and bf16 on older CPUs included, multiplies
+// exact fp32 weights. Sums are fp32, in an order that depends neither on the number of threads nor on how the work is split.
 #pragma once
 
 #include <algorithm>
@@ -17,15 +17,16 @@ inline Compute compute_for(DType dtype, const LinearKernels& table) {
   return dtype == DType::kBFloat16 && table.has_bfloat16 ? Compute::kBFloat16 : Compute::kFloat32;
 }
 
-inline Compute forward_compute(DType dtype, int64_t tokens, const LinearKernels& table) {
+inline Compute forward_compute(DType dtype, int64_t tokens, int32_t format, const LinearKernels& table) {
+  if (dtype == DType::kBFloat16 && is_4bit(format) && tokens <= table.direct_tokens[int(Compute::kInt16)]) return Compute::kInt16;
   return tokens <= table.exact_tokens ? Compute::kFloat32 : compute_for(dtype, table);
 }
 
-inline int64_t elements_per_unit(Compute compute) { return compute == Compute::kFloat32 ? 1 : 2; }
+inline int64_t elements_per_unit(Compute compute) { return compute == Compute::kBFloat16 ? 2 : 1; }
 
 // Bytes for `elements` in units of `compute`.
 inline Tensor unit_buffer(const Tensor& like, int64_t elements, Compute compute) {
-  return new_tensor(like, {elements * (compute == Compute::kFloat32 ? 4 : 2)}, ScalarType::Byte);
+  return new_tensor(like, {elements * (4 / elements_per_unit(compute))}, ScalarType::Byte);
 }
 
 inline const char* at_row(const Tensor& t, int64_t row, int64_t row_elements) {
@@ -69,7 +70,7 @@ inline Tensor low_rank_weight(const LowRankOperands& low, Compute compute, int64
 inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
                         const LowRankOperands* low, LinearOutput target) {
   const LinearKernels& table = kernels().linear;
-  const Compute compute = forward_compute(dtype, tokens, table);
+  const Compute compute = forward_compute(dtype, tokens, layout.format, table);
   const bool direct = tokens <= table.direct_tokens[int(compute)];
   const int64_t K = layout.in_features, padded = round_up(K, table.group);
   const int64_t block = std::min(tokens, kLinearTokens), width = direct ? tokens : round_up(block, table.tile_tokens);

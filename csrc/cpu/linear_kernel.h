@@ -6,6 +6,9 @@
 #pragma once
 
 #include "linear_pack.h"
+#if defined(__AVX2__) && !defined(__AVX512F__)
+#include "linear_int16_avx2.h"
+#endif
 
 namespace halfbyte::cpu {
 namespace {
@@ -54,7 +57,7 @@ struct TailCodes {
 
 // ---- direct: dot products of decoded registers with M activations, R rows at a time --------------------------------
 
-template <class Product, Codes codes, int M>
+template <int M, class Product, Codes codes>
 inline void direct_group(const Decoder<Product, codes>& decoder, const uint8_t* c, const typename Decoder<Product, codes>::Scales& s,
                          int64_t group, const float* x, Vector sum[M]) {
   constexpr int kVectors = Product::kVectors;
@@ -100,7 +103,7 @@ template <class Product, Codes codes, int R, int M>
 inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, const Decoder<Product, codes>& decoder,
                         const float* x, const LowRank* low_rank, const LinearOutput& output) {
   using D = Decoder<Product, codes>;
-  constexpr int kGroupUnits = M * kGroup / Product::kUnitElements;  // of all tokens, side by side: one base address
+  constexpr int kGroupUnits = direct_units<Product>(M);
   Vector sum[R][M];
   for (int r = 0; r < R; ++r)
     for (int m = 0; m < M; ++m) sum[r][m] = zero_vector();
@@ -116,14 +119,14 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
       for (int r = 0; r < R; ++r) {
         const uint8_t* c = base + r * l.row_bytes + (first + g) * D::kCodeBytes;
         prefetch(c + R * l.row_bytes);  // the same place of the next rows
-        direct_group<Product, codes, M>(decoder, c, scales[r], g, p, sum[r]);
+        direct_group<M>(decoder, c, scales[r], g, p, sum[r]);
       }
     }
     if (groups * kGroup < count) {
       TailCodes<codes> tail;
       for (int r = 0; r < R; ++r) {
         tail.load(base + r * l.row_bytes, l, first + groups);
-        direct_group<Product, codes, M>(decoder, tail.bytes, scales[r], groups, x + (first + groups) * kGroupUnits, sum[r]);
+        direct_group<M>(decoder, tail.bytes, scales[r], groups, x + (first + groups) * kGroupUnits, sum[r]);
       }
     }
   }

@@ -10,10 +10,11 @@
 
 namespace halfbyte::cpu {
 
-// How products are computed. Accumulation is fp32 in both.
+// How products are computed. Accumulation is fp32 in all.
 enum class Compute : int32_t {
   kFloat32 = 0,   // decoded weights exact in fp32
   kBFloat16 = 1,  // decoded weights rounded to bf16, as in a dense bf16 layer; only where Kernels offer it
+  kInt16 = 2,     // 4-bit codes and bf16 activations as int16: forward on direct_tokens, a low-rank part as kFloat32
 };
 
 // Where a result goes: (M, columns) elements of `dtype`, rows `stride` elements apart.
@@ -40,7 +41,7 @@ struct LinearKernels {
   int32_t tile_tokens;      // tokens in one tile of prepare_tiled
   int32_t block_rows[2];    // per Compute: rows of one micro-kernel; no thread should get a part of them
   int32_t unit_multiple[2];  // per Compute: units of a prepared row are padded with zeros to a multiple; 1: rows, else AMX's tiles
-  int32_t direct_tokens[2];  // per Compute: up to this M the `direct` kernels are the faster ones
+  int32_t direct_tokens[3];  // per Compute: up to this M the `direct` kernels are the faster ones
   int32_t exact_tokens;      // up to this M the forward multiplies exact fp32 weights whatever the input: that is faster, too
   int64_t scratch_bytes;    // what `tiled` and `backward` need
 

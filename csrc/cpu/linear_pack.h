@@ -39,6 +39,12 @@ inline int64_t strips_of(int64_t tokens) { return (tokens + kLanes - 1) / kLanes
 template <class Product>
 constexpr int64_t kUnitMultiple = kOnTiles<Product> ? kLanes : 1;
 
+// Units of a group that `direct` takes: all tokens side by side, one base address.
+template <class Product>
+constexpr int direct_units(int tokens) {
+  return tokens * kGroup / Product::kUnitElements;
+}
+
 // One element of a unit.
 template <class Product>
 struct UnitElement {

@@ -25,6 +25,19 @@ inline void with_product(Compute compute, const RowLayout& l, const Body& body) 
   else with_codes<Float32>(l, body);
 }
 
+// The same for `direct`, which has one more.
+template <class Body>
+inline void with_direct_product(Compute compute, const RowLayout& l, const Body& body) {
+  if constexpr (kInt16Tokens > 0) {
+    if (compute == Compute::kInt16) {
+      if (l.block_size == 32) body(Int16{}, CodesTag<Codes::kFourBit32>{});
+      else body(Int16{}, CodesTag<Codes::kFourBit>{});
+      return;
+    }
+  }
+  with_product(compute, l, body);
+}
+
 // body(const T*) for the element type.
 template <class Body>
 inline void with_input(const void* input, DType dtype, const Body& body) {
@@ -36,8 +49,9 @@ inline void with_input(const void* input, DType dtype, const Body& body) {
 }
 
 void linear_prepare_direct(const void* input, DType dtype, int64_t tokens, const RowLayout& l, Compute compute, void* units) {
-  with_product(compute, l, [&]<class P, class C>(P, C) {
-    with_input(input, dtype, [&]<class T>(const T* x) { pack_direct<P, C::kCodes>(x, tokens, l, units); });
+  with_direct_product(compute, l, [&]<class P, class C>(P, C) {
+    if constexpr (std::is_same_v<P, Int16>) pack_direct(P{}, static_cast<const BFloat16*>(input), tokens, l, units);
+    else with_input(input, dtype, [&]<class T>(const T* x) { pack_direct<P, C::kCodes>(x, tokens, l, units); });
   });
 }
 
@@ -50,7 +64,7 @@ void linear_prepare_tiled(const void* input, DType dtype, int64_t tokens, const 
 
 void linear_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, Compute compute, const void* units,
                    int64_t tokens, const LowRank* low_rank, const LinearOutput& output) {
-  with_product(compute, l, [&]<class P, class C>(P, C) {
+  with_direct_product(compute, l, [&]<class P, class C>(P, C) {
     constexpr Codes codes = C::kCodes;
     if constexpr (!kOnTiles<P>) {  // direct_tokens is 0 there
       switch (tokens) {
@@ -132,6 +146,7 @@ constexpr LinearKernels linear_kernels() {
   k.unit_multiple[1] = kUnitMultiple<BFloat16Pairs>;
   k.direct_tokens[0] = kDirectTokens[0];
   k.direct_tokens[1] = kOnTiles<BFloat16Pairs> ? 0 : kDirectTokens[1];
+  k.direct_tokens[2] = kInt16Tokens;
   // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4 tokens
   // tiles are faster.
   k.exact_tokens = kOnTiles<BFloat16Pairs> ? 4 : 0;
