@@ -33,10 +33,6 @@ struct alignas(64) DynamicMap {
   float J[16];           // 1 / (0.9 p) by class
   float P[16];           // 2^c by class
   float above[16];       // a > above[c] means class c + 1: exact boundary of the classes
-  // The same by pairs of binades, indexed by bits 24 to 27 of a float from 2^-29 to below 8. A pair holds one boundary at most, and
-  // what lies above it has the class that the next pair starts with: adding pair_step to the float's bits carries it there.
-  uint32_t pair_step[16];
-  float pair_J[16], pair_P[16];  // of the class that the pair starts with
   float midpoint[257];   // a > midpoint[m] means nearer to m + 1 than to m: largest fp32 not above the exact midpoint
   float code_offset;     // min(w, kInsideLastStep) * P[c] + code_offset = 128 + m (signed) or 128 + (m - 1) / 2 (unsigned) and kTieUlps
   int32_t guess_offset;  // class guess: ((bits(a) >> 16) - guess_offset, not below 0) * 153 >> 16 is the class or one less
@@ -97,14 +93,6 @@ constexpr DynamicMap make(bool is_signed) {
   if (is_signed) map.J[0] = float((1.0 - 8.0 / 9.0) / double(map.midpoint[0]));
   // Class 7: a is about 1; w half a step above the class's start, far from any tie.
   map.J[7] = float(1.0 + 0.5 / double(map.last) - 8.0 / 9.0);
-  for (uint32_t i = 0; i < 16; ++i) {
-    const uint32_t start = (i == 0 ? 0x40u : 0x30u + i) << 24;  // 2.0 is where values of class 7 are carried to
-    int c = 0;
-    while (std::bit_cast<float>(start) > map.above[c]) ++c;
-    const uint32_t boundary = std::bit_cast<uint32_t>(map.above[c]);
-    map.pair_step[i] = boundary >> 24 == start >> 24 ? (1u << 24) - (boundary & 0xFFFFFFu) - 1 : 0;
-    map.pair_J[i] = map.J[c], map.pair_P[i] = map.P[c];
-  }
   for (int i = 0; i < 8; ++i) {
     map.A[i + 8] = map.A[i], map.B[i + 8] = map.B[i], map.above[i + 8] = map.above[i];
     map.J[i + 8] = map.J[i], map.P[i + 8] = map.P[i];

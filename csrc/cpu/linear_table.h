@@ -48,6 +48,22 @@ inline void with_input(const void* input, DType dtype, const Body& body) {
   }
 }
 
+// Most tokens that `direct` takes in the arithmetic of a product.
+template <class Product>
+constexpr int kMostDirectTokens = kOnTiles<Product>                  ? 0
+                                  : std::is_same_v<Product, Int16>   ? kInt16Tokens
+                                  : std::is_same_v<Product, Float32> ? kDirectTokens[0]
+                                                                     : kDirectTokens[1];
+
+// body.operator()<tokens>(), for 1 to MOST tokens.
+template <int MOST, class Body>
+inline void with_tokens(int64_t tokens, const Body& body) {
+  if constexpr (MOST > 0) {
+    if (tokens == MOST) body.template operator()<MOST>();
+    else with_tokens<MOST - 1>(tokens, body);
+  }
+}
+
 void linear_prepare_direct(const void* input, DType dtype, int64_t tokens, const RowLayout& l, Compute compute, void* units) {
   with_direct_product(compute, l, [&]<class P, class C>(P, C) {
     if constexpr (std::is_same_v<P, Int16>) pack_direct(P{}, static_cast<const BFloat16*>(input), tokens, l, units);
@@ -66,24 +82,8 @@ void linear_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, co
                    int64_t tokens, const LowRank* low_rank, const LinearOutput& output) {
   with_direct_product(compute, l, [&]<class P, class C>(P, C) {
     constexpr Codes codes = C::kCodes;
-    if constexpr (!kOnTiles<P>) {  // direct_tokens is 0 there
-      switch (tokens) {
-        case 1: direct<P, codes, 1>(packed, row_begin, row_end, l, units, low_rank, output); break;
-        case 2: direct<P, codes, 2>(packed, row_begin, row_end, l, units, low_rank, output); break;
-        case 3: direct<P, codes, 3>(packed, row_begin, row_end, l, units, low_rank, output); break;
-        case 4: direct<P, codes, 4>(packed, row_begin, row_end, l, units, low_rank, output); break;
-        default: break;
-      }
-      if constexpr (kDirectTokens[0] > 4) {
-        switch (tokens) {
-          case 5: direct<P, codes, 5>(packed, row_begin, row_end, l, units, low_rank, output); break;
-          case 6: direct<P, codes, 6>(packed, row_begin, row_end, l, units, low_rank, output); break;
-          case 7: direct<P, codes, 7>(packed, row_begin, row_end, l, units, low_rank, output); break;
-          case 8: direct<P, codes, 8>(packed, row_begin, row_end, l, units, low_rank, output); break;
-          default: break;
-        }
-      }
-    }
+    with_tokens<kMostDirectTokens<P>>(
+        tokens, [&]<int M>() { direct<P, codes, M>(packed, row_begin, row_end, l, units, low_rank, output); });
   });
 }
 
@@ -144,8 +144,8 @@ constexpr LinearKernels linear_kernels() {
   k.block_rows[1] = Layout<BFloat16Pairs>::kBlockRows;
   k.unit_multiple[0] = kUnitMultiple<Float32>;
   k.unit_multiple[1] = kUnitMultiple<BFloat16Pairs>;
-  k.direct_tokens[0] = kDirectTokens[0];
-  k.direct_tokens[1] = kOnTiles<BFloat16Pairs> ? 0 : kDirectTokens[1];
+  k.direct_tokens[0] = kMostDirectTokens<Float32>;
+  k.direct_tokens[1] = kHasBFloat16 ? kMostDirectTokens<BFloat16Pairs> : 0;
   k.direct_tokens[2] = kInt16Tokens;
   // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4 tokens
   // tiles are faster.

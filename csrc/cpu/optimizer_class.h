@@ -6,16 +6,18 @@
 namespace halfbyte::cpu::optimizer {
 namespace {
 
+template <bool SIGNED>
 class Class {
  public:
-  Class(const DynamicMap& map, Floats a) {
-    const Ints guess = class_guess(a, map.guess_offset);
-    index_ = add_if_greater(guess, a, lookup8(map.above, guess));
+  explicit Class(Floats a) {
+    const Ints guess = class_guess(a, kMap.guess_offset);
+    index_ = add_if_greater(guess, a, lookup8(kMap.above, guess));
   }
-  Floats J(const DynamicMap& map) const { return lookup8(map.J, index_); }
-  Floats P(const DynamicMap& map) const { return lookup8(map.P, index_); }
+  Floats J() const { return lookup8(kMap.J, index_); }
+  Floats P() const { return lookup8(kMap.P, index_); }
 
  private:
+  static constexpr const DynamicMap& kMap = SIGNED ? kSignedMap : kUnsignedMap;
   Ints index_;
 };
 

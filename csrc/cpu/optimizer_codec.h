@@ -33,9 +33,9 @@ inline Floats decode_unsigned(Floats code) {
 template <bool SIGNED>
 inline Ints code_words(Floats a) {
   constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
-  const Class c(map, a);
-  const Floats w = fma(a, c.J(map), splat(float(8.0 / 9.0)));
-  const Ints word = bits(fma(minimum(w, splat(kInsideLastStep)), c.P(map), splat(map.code_offset)));
+  const Class<SIGNED> c(a);
+  const Floats w = fma(a, c.J(), splat(float(8.0 / 9.0)));
+  const Ints word = bits(fma(minimum(w, splat(kInsideLastStep)), c.P(), splat(map.code_offset)));
   return SIGNED ? word : add_ints(word, word);  // half of a code has 7 bits, as a magnitude has
 }
 

@@ -88,6 +88,41 @@ template <OptimizerRule RULE>
   }
 }
 
+// Where new parameters go: rounded to the nearest at once, or kept until all are there (stochastic rounding).
+template <class P>
+class NewParameters {
+ public:
+  NewParameters(P* param, bool stochastic) : param_(param), stochastic_(stochastic) {}
+
+  [[gnu::always_inline]] void put(int64_t i, Floats x) {
+    if (keep()) store(kept_ + i, x);
+    else store_as(param_ + i, x);
+  }
+  [[gnu::always_inline]] void put_pair(int64_t i, Floats low, Floats high) {
+    if (keep()) {
+      store(kept_ + i, low);
+      store(kept_ + i + kWidth, high);
+    } else {
+      store_pair_as(param_ + i, low, high);
+    }
+  }
+  [[gnu::always_inline]] void put_first(int64_t i, Floats x, int64_t count) {
+    if (keep()) store(kept_ + i, x);
+    else store_first(param_ + i, x, count);
+  }
+  // Of `count` elements, the first of which is element `index` of the optimizer.
+  void round(int64_t count, const OptimizerScalars& s, uint64_t index) const {
+    if (keep()) round_stochastic(kept_, count, index, s.seed, s.step, param_);
+  }
+
+ private:
+  alignas(64) float kept_[sizeof(P) == 2 ? kStateBlock : 1];
+  P* param_;
+  bool stochastic_;
+
+  bool keep() const { return sizeof(P) == 2 && stochastic_; }  // fp32 has nothing to round
+};
+
 // A whole block whose moments are updated but not encoded yet.
 template <bool TWO>
 struct Waiting {
@@ -113,10 +148,9 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
                   const OptimizerScalars& s, uint64_t index, Waiting<has_second_moment(RULE)>& previous,
                   Waiting<has_second_moment(RULE)>& next) {
   constexpr bool kTwo = has_second_moment(RULE);
-  alignas(64) float fresh[kStateBlock];
+  NewParameters<P> fresh(block.param, s.stochastic);
   // Lion interpolates the same moment twice, with two weights.
   const BlockFactors f(s, *first_scale, kTwo ? *second_scale : *first_scale);
-  const bool stochastic = s.stochastic && sizeof(P) == 2;
   LaneMaxima lanes;
   int64_t i = 0;
   const auto update = [&](int64_t j, Floats param, Floats grad, Floats first_code, Floats second_code) __attribute__((always_inline)) {
@@ -134,30 +168,21 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
       const int64_t j = i + v * kWidth;
       const Floats low = update_whole(j, code_floats(first, v), code_floats(second, v));
       const Floats high = update_whole(j + kWidth, code_floats(first, v + 1), code_floats(second, v + 1));
-      if (stochastic) {
-        store(fresh + j, low);
-        store(fresh + j + kWidth, high);
-      } else {
-        store_pair_as(block.param + j, low, high);
-      }
+      fresh.put_pair(j, low, high);
     }
     if (encoded < kStateBlock) previous.encode(encoded), encoded += kGroup;
   }
   for (; encoded < kStateBlock; encoded += kGroup) previous.encode(encoded);
   previous.first_codes = nullptr;
-  for (; i + kWidth <= count; i += kWidth) {
-    const Floats param = update_whole(i, code_floats(block.first_codes + i), code_floats(second_codes + i));
-    if (stochastic) store(fresh + i, param);
-    else store_as(block.param + i, param);
-  }
+  for (; i + kWidth <= count; i += kWidth)
+    fresh.put(i, update_whole(i, code_floats(block.first_codes + i), code_floats(second_codes + i)));
   if (i < count) {
     const int64_t n = count - i;  // fewer than a vector: zeros behind them
     const Floats param = update(i, load_first(block.param + i, n), load_first(block.grad + i, n),
                                 code_floats_of_first(block.first_codes + i, n, 127), code_floats_of_first(second_codes + i, n, 0));
-    if (stochastic) store(fresh + i, param);
-    else store_first(block.param + i, param, n);
+    fresh.put_first(i, param, n);
   }
-  if (stochastic) round_stochastic(fresh, count, index, s.seed, s.step, block.param);
+  fresh.round(count, s, index);
   MomentMaxima most{largest(lanes.first), largest(lanes.second)};
   if (most.first >= kInfBits || most.second >= kInfBits) [[unlikely]]
     most = restart_unusual(next.first, kTwo ? next.second : nullptr, count);
@@ -184,13 +209,13 @@ int64_t update_short_rows(const OptimizerTensor& t, const OptimizerScalars& s, i
   constexpr bool kTwo = has_second_moment(RULE);
   const Rows group(t.row_length);
   const int64_t rows = kGroup / group.length();
-  const bool stochastic = s.stochastic && sizeof(P) == 2;
   BlockFactors f(s, 0.0f, 0.0f);
   for (; begin + rows <= end; begin += rows) {
-    alignas(64) float first[kGroup], second[kTwo ? kGroup : 1], fresh[kGroup];
+    alignas(64) float first[kGroup], second[kTwo ? kGroup : 1];
     const int64_t start = begin * group.length();
     const OptimizerBlock<P, G> block{static_cast<P*>(t.param) + start, static_cast<const G*>(t.grad) + start, t.codes[0] + start,
                                      kTwo ? t.codes[1] + start : nullptr};
+    NewParameters<P> fresh(block.param, s.stochastic);
     float* const first_scales = t.scales[0] + begin;
     float* const second_scales = kTwo ? t.scales[1] + begin : nullptr;
     const CodeGroup first_codes = load_code_group(block.first_codes);
@@ -207,10 +232,9 @@ int64_t update_short_rows(const OptimizerTensor& t, const OptimizerScalars& s, i
                                                code_floats(second_codes, j), f, first + i, kTwo ? second + i : second, lanes);
       first_most[j] = lanes.first;
       second_most[j] = lanes.second;
-      if (stochastic) store(fresh + i, param);
-      else store_as(block.param + i, param);
+      fresh.put(i, param);
     }
-    if (stochastic) round_stochastic(fresh, kGroup, t.element_offset + uint64_t(start), s.seed, s.step, block.param);
+    fresh.round(kGroup, s, t.element_offset + uint64_t(start));
     typename Rows::Scales first_found, second_found;
     first_found.find(group, first_most);
     if constexpr (kTwo) second_found.find(group, second_most);

@@ -94,21 +94,6 @@ inline Floats keep_if_nonzero(Floats a, Floats test) {
 inline Floats if_greater(Floats x, Floats y, Floats a, Floats b) {
   return _mm512_mask_blend_ps(_mm512_cmp_ps_mask(x, y, _CMP_GT_OQ), b, a);
 }
-// The class of a (dynamic_map.h) by pairs of binades. What is smaller than the first pair has its class.
-class Class {
- public:
-  Class(const DynamicMap& map, Floats a) {
-    const __m512i b = _mm512_castps_si512(_mm512_max_ps(a, _mm512_set1_ps(0x1p-29f)));
-    const __m512i step = _mm512_permutexvar_epi32(_mm512_srli_epi32(b, 24), _mm512_load_si512(map.pair_step));
-    index_ = _mm512_srli_epi32(_mm512_add_epi32(b, step), 24);
-  }
-  Floats J(const DynamicMap& map) const { return _mm512_permutexvar_ps(index_, _mm512_load_ps(map.pair_J)); }
-  Floats P(const DynamicMap& map) const { return _mm512_permutexvar_ps(index_, _mm512_load_ps(map.pair_P)); }
-
- private:
-  Ints index_;
-};
-
 inline Floats code_floats(__m128i codes) {
   return _mm512_castsi512_ps(_mm512_or_si512(_mm512_cvtepu8_epi32(codes), splat_bits(0x4C000000u)));
 }
@@ -185,3 +170,5 @@ inline void wide_store(uint64_t* p, Wides a) { _mm512_storeu_si512(p, a); }
 
 }  // namespace
 }  // namespace halfbyte::cpu::optimizer
+
+#include "optimizer_class_pairs.h"
