@@ -132,10 +132,12 @@ def int16_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         for start in range(0, x.shape[1], 64):
             group = value[m, start : start + 64]
             largest = group.abs().max()
-            if 2 * largest <= group.abs().sum() and (largest == 0 or 2.0**-64 < largest < 2.0**64):
+            if largest == 0 or 2.0**-64 < largest < 2.0**64:
                 up = 2.0 ** (15 - int(torch.frexp(largest)[1]))
-                group[:] = (group * up).round() / up
-                rounded[m, start : start + 64] = True
+                whole = (group * up).round() / up
+                if 2 * largest <= group.abs().sum() or torch.equal(whole, group):
+                    group[:] = whole
+                    rounded[m, start : start + 64] = True
     return value, rounded
 
 
@@ -149,12 +151,13 @@ def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> Non
     x[:, 3 :: K // terms] = tokens_like((M, K), torch.bfloat16)[:, 3 :: K // terms]
     x[:, 64:128] = 0
     x[0, 199] = 300.0  # more than its group's other elements together
-    x[-1, 192:256] *= 2.0**-80
     x[0, 452] = 40.0  # the last, shorter group
     if M > 1:
         x[1, :448] = 0  # small ones that lose bits as int16 beside large ones
         x[1, 256:320] = tokens_like((64,), torch.bfloat16) / 512
         x[1, 260:300:20] = 1.0
+        x[1, 420] = 77.0  # alone
+    x[-1, 130:180] = tokens_like((50,), torch.bfloat16) * 2.0**-80
     isa = ISA_NAMES[ops.cpu_isa()]
     value, exact = x.double(), weight * x.double()[:, None]
     if isa == "avx2":

@@ -2,8 +2,9 @@
 // fp32 values take 39, and a third of the shuffles. Included by linear_kernel.h.
 //
 // A group's activations are x * 2^k as int16, k the largest that fits: bf16 down to 1/128 of the group's largest stay what they
-// are, smaller ones lose at most 2^-15 of the largest. That is less than bf16 itself loses of the others unless the largest is more
-// than all others together: such groups, and those that are not finite, keep bf16 and multiply exact weights.
+// are, smaller ones lose at most 2^-15 of the largest. That is no more than bf16 itself loses of the others, unless the largest is more
+// than all others together: such groups, if an element loses anything, and those that are not finite keep bf16 and multiply exact
+// weights.
 #pragma once
 
 #include "linear_pack.h"
@@ -89,12 +90,12 @@ template <int M, Codes codes>
 [[gnu::noinline]] void products_of_mixed(const Decoder<Int16, codes>& decoder, const uint8_t* c, const float* x, Vector products[M]) {
   __m256i v[4];
   Vector exact[8];
-  decoder.values(c, v);
   decoder.exact.values(c, exact);
+  if constexpr (M > 1) decoder.values(c, v);
   for (int m = 0; m < M; ++m, x += kWords) {
     const float factor = x[(M - m) * kWords + m];
-    products[m] = factor == 0.0f ? product_of_bfloat16(exact, x)
-                                 : _mm256_mul_ps(product_of_words(v, x), _mm256_mul_ps(decoder.step, _mm256_set1_ps(factor)));
+    if (M == 1 || factor == 0.0f) products[m] = product_of_bfloat16(exact, x);
+    else products[m] = _mm256_mul_ps(product_of_words(v, x), _mm256_mul_ps(decoder.step, _mm256_set1_ps(factor)));
   }
 }
 
@@ -130,19 +131,22 @@ inline float words_of_group(const BFloat16* x, int16_t* words) {
   float of_lane[8], largest = 0.0f;
   _mm256_storeu_ps(of_lane, most);
   for (float magnitude : of_lane) largest = magnitude > largest ? magnitude : largest;
-  // The sum is NaN if an element is. The limits keep factors times scales normal.
-  const bool rounded = 2.0f * largest <= horizontal_sum(sums) && largest < 0x1p64f && (largest > 0x1p-64f || largest == 0.0f);
-  if (!rounded) {
-    for (int i = 0; i < kGroup; ++i) memcpy(words + i, x + word_at(i), 2);
-    return 0.0f;
-  }
-  const int exponent = largest == 0.0f ? 0 : int(float_bits(largest) >> 23) - 127;
+  const bool usual = largest < 0x1p64f && (largest > 0x1p-64f || largest == 0.0f);  // factors times scales stay normal
+  const int exponent = !usual || largest == 0.0f ? 0 : int(float_bits(largest) >> 23) - 127;
   const float up = bits_float(uint32_t(127 + 14 - exponent) << 23);
   int16_t natural[kGroup];
+  Vector lost = zero_vector();
   for (int i = 0; i < kGroup; i += 8) {
-    const __m256i whole = _mm256_cvtps_epi32(_mm256_mul_ps(load_floats(x + i), _mm256_set1_ps(up)));
+    const Vector scaled = _mm256_mul_ps(load_floats(x + i), _mm256_set1_ps(up));
+    const __m256i whole = _mm256_cvtps_epi32(scaled);
+    lost = _mm256_or_ps(lost, _mm256_cmp_ps(_mm256_cvtepi32_ps(whole), scaled, _CMP_NEQ_UQ));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(natural + i),
                      _mm_packs_epi32(_mm256_castsi256_si128(whole), _mm256_extracti128_si256(whole, 1)));
+  }
+  const bool even = 2.0f * largest <= horizontal_sum(sums);  // false if an element is NaN
+  if (!usual || (!even && _mm256_movemask_ps(lost) != 0)) {
+    for (int i = 0; i < kGroup; ++i) memcpy(words + i, x + word_at(i), 2);
+    return 0.0f;
   }
   for (int i = 0; i < kGroup; ++i) words[i] = natural[word_at(i)];
   return 1.0f / up;
