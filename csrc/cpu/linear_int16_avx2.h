@@ -1,5 +1,5 @@
-// linear on a few bf16 tokens with AVX2: 4-bit codes as int16 times activations as int16, 23 instructions for 64 weights where exact
-// fp32 values take 39, and a third of the shuffles. Included by linear_kernel.h.
+// linear on a few bf16 tokens with AVX2: 4-bit codes as int16 times activations as int16, 8 shuffles for 64 weights where exact fp32
+// values take 24. Included by linear_kernel.h.
 //
 // A group's activations are x * 2^k as int16, k the largest that fits: bf16 down to 1/128 of the group's largest stay what they
 // are, smaller ones lose at most 2^-15 of the largest. That is no more than bf16 itself loses of the others, unless the largest is more
@@ -13,8 +13,8 @@
 namespace halfbyte::cpu {
 namespace {
 
-// What the codebook is multiplied with before it is rounded to int16: the integer up to 2^13 (8 products of 2^13 and 2^15 fit an
-// int32) with the smallest relative errors: 2^-12.7 for nf4, none for fp4. (bf16 weights have 2^-9.)
+// What the codebook is multiplied with before it is rounded to int16: the integer below 2^13 (8 products of that and of less than 2^15
+// fit an int32) with the smallest relative errors: 2^-12.7 for nf4, none for fp4. (bf16 weights have 2^-9.)
 constexpr float int16_steps(int32_t format) { return is_fp4(format) ? 8064.0f : 7854.0f; }
 
 // A prepared group: 64 words of each token, then 8 floats. The first are the tokens' factors, 0 where the words are bf16; the last is 1
