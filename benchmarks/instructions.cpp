@@ -82,14 +82,14 @@ Work quantize(int32_t format, int64_t block, int64_t rows) {
 // Instructions per weight, for all tokens together.
 Work linear(int64_t tokens, Compute compute, int64_t rows) {
   const LinearKernels& k = table().linear;
-  if (compute == Compute::kBFloat16 && !k.has_bfloat16) return {[] {}, 0};
-  if (compute == Compute::kInt16 && tokens > k.direct_tokens[int(compute)]) return {[] {}, 0};
+  const LinearArithmetic& arithmetic = k.in(compute);
+  if (tokens > arithmetic.direct_tokens && !arithmetic.any_tokens) return {[] {}, 0};
   const RowLayout l = row_layout(kNF4, 64, K);
   const uint8_t* packed = packed_rows(l, rows);
   const auto* x = filled<uint16_t>(tokens * K);
   void* units = scratch(512 * K * 4);
   const LinearOutput out{scratch(tokens * rows * 2), nullptr, rows, DType::kBFloat16};
-  if (tokens <= k.direct_tokens[int(compute)]) {
+  if (tokens <= arithmetic.direct_tokens) {
     k.prepare_direct(x, DType::kBFloat16, tokens, l, compute, units);
     return {[=, &k] { k.direct(packed, 0, rows, l, compute, units, tokens, nullptr, out); }, rows * K};
   }

@@ -4,6 +4,8 @@
 
 #include "linear_decode_avx2.h"
 
+#include "linear_int16_avx2.h"
+
 #include "int8_linear_avx2.h"
 
 #include "kernel_table.h"

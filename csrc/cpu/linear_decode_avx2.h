@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "linear_products.h"
 #include "linear_scales.h"
 
 namespace halfbyte::cpu {
@@ -10,17 +11,16 @@ namespace {
 
 constexpr int kLanes = 8;
 constexpr int kGroup = 64;
-constexpr bool kHasBFloat16 = false;
 constexpr int kTileVectors = 2;  // the micro-kernel holds 6 x 2 sums, 2 vectors and 1 broadcast in 16 registers
-constexpr int kDirectTokens[2] = {4, 0};
-constexpr int kInt16Tokens = 4;
 
 using Vector = __m256;
 
 struct Float32 {
   static constexpr Compute kCompute = Compute::kFloat32;
+  static constexpr int kDirectTokens = 4;
   static constexpr int kVectors = 8;
   static constexpr int kUnitElements = 1;
+  using Element = float;
   using Values = __m256;
   using Sum = Vector;
   static Sum load_sums(const float* p) { return _mm256_loadu_ps(p); }
@@ -29,8 +29,9 @@ struct Float32 {
   static Values broadcast(const float* p) { return _mm256_broadcast_ss(p); }
   static Vector multiply_add(Values a, Values b, Vector sum) { return _mm256_fmadd_ps(a, b, sum); }
 };
-using BFloat16Pairs = Float32;  // never dispatched to: AVX2 machines have no bf16 units
-struct Int16 : Float32 {};      // linear_int16_avx2.h
+struct Int16;  // linear_int16_avx2.h
+using Products = ProductList<Float32>;
+using DirectProducts = ProductList<Int16, Float32>;
 
 inline Vector zero_vector() { return _mm256_setzero_ps(); }
 inline void store_values(float* p, Vector v) { _mm256_storeu_ps(p, v); }

@@ -3,6 +3,7 @@
 
 #include <immintrin.h>
 
+#include "linear_products.h"
 #include "linear_scales.h"
 
 namespace halfbyte::cpu {
@@ -10,17 +11,16 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr int kGroup = 128;
-constexpr bool kHasBFloat16 = true;
 constexpr int kTileVectors = 4;  // the micro-kernel holds 6 x 4 sums, 4 vectors and 1 broadcast in 32 registers
-constexpr int kDirectTokens[2] = {8, 8};
-constexpr int kInt16Tokens = 0;
 
 using Vector = __m512;
 
 struct Float32 {
   static constexpr Compute kCompute = Compute::kFloat32;
+  static constexpr int kDirectTokens = 8;
   static constexpr int kVectors = 8;
   static constexpr int kUnitElements = 1;
+  using Element = float;
   using Values = __m512;
   using Sum = Vector;
   static Sum load_sums(const float* p) { return _mm512_loadu_ps(p); }
@@ -33,8 +33,10 @@ struct Float32 {
 // Two bf16 elements in each unit: vdpbf16ps adds both products to one fp32 sum.
 struct BFloat16Pairs {
   static constexpr Compute kCompute = Compute::kBFloat16;
+  static constexpr int kDirectTokens = 8;
   static constexpr int kVectors = 4;
   static constexpr int kUnitElements = 2;
+  using Element = BFloat16;
   using Values = __m512i;
   using Sum = Vector;
   static Sum load_sums(const float* p) { return _mm512_loadu_ps(p); }
@@ -50,7 +52,8 @@ struct BFloat16Pairs {
   }
 };
 
-struct Int16 {};  // never dispatched to
+using Products = ProductList<BFloat16Pairs, Float32>;
+using DirectProducts = Products;
 
 inline Vector zero_vector() { return _mm512_setzero_ps(); }
 inline void store_values(float* p, __m512 v) { _mm512_storeu_ps(p, v); }

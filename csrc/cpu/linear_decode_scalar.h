@@ -1,6 +1,7 @@
 // Vectors and decoders of `linear` in plain C++ (4 lanes: what every x86-64 and arm64 has). Included once per ISA.
 #pragma once
 
+#include "linear_products.h"
 #include "linear_scales.h"
 
 namespace halfbyte::cpu {
@@ -8,18 +9,16 @@ namespace {
 
 constexpr int kLanes = 4;
 constexpr int kGroup = 32;
-constexpr bool kHasBFloat16 = false;
-constexpr int kTileVectors = 2;    // the micro-kernel holds 6 x 2 sums, 2 vectors and 1 broadcast in 16 registers
-constexpr int kDirectTokens[2] = {4, 0};
-constexpr int kInt16Tokens = 0;
+constexpr int kTileVectors = 2;  // the micro-kernel holds 6 x 2 sums, 2 vectors and 1 broadcast in 16 registers
 
 typedef float Vector __attribute__((vector_size(16)));
 
-// One product form: fp32 values, one per unit.
 struct Float32 {
   static constexpr Compute kCompute = Compute::kFloat32;
-  static constexpr int kVectors = 8;       // vectors of decoded values in a group
+  static constexpr int kDirectTokens = 4;
+  static constexpr int kVectors = 8;
   static constexpr int kUnitElements = 1;
+  using Element = float;
   using Values = Vector;
   using Sum = Vector;
   static Sum load_sums(const float* p) { return load(p); }
@@ -32,8 +31,8 @@ struct Float32 {
   static Values broadcast(const float* p) { return Vector{*p, *p, *p, *p}; }
   static Vector multiply_add(Values a, Values b, Vector sum) { return a * b + sum; }
 };
-using BFloat16Pairs = Float32;  // never dispatched to
-struct Int16 {};                // nor to this
+using Products = ProductList<Float32>;
+using DirectProducts = Products;
 
 inline Vector zero_vector() { return Vector{}; }
 inline void store_values(float* p, Vector v) { memcpy(p, &v, sizeof v); }

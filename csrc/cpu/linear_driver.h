@@ -14,11 +14,11 @@
 namespace halfbyte::cpu {
 
 inline Compute compute_for(DType dtype, const LinearKernels& table) {
-  return dtype == DType::kBFloat16 && table.has_bfloat16 ? Compute::kBFloat16 : Compute::kFloat32;
+  return dtype == DType::kBFloat16 && table.in(Compute::kBFloat16).any_tokens ? Compute::kBFloat16 : Compute::kFloat32;
 }
 
 inline Compute forward_compute(DType dtype, int64_t tokens, int32_t format, const LinearKernels& table) {
-  if (dtype == DType::kBFloat16 && is_4bit(format) && tokens <= table.direct_tokens[int(Compute::kInt16)]) return Compute::kInt16;
+  if (dtype == DType::kBFloat16 && is_4bit(format) && tokens <= table.in(Compute::kInt16).direct_tokens) return Compute::kInt16;
   return tokens <= table.exact_tokens ? Compute::kFloat32 : compute_for(dtype, table);
 }
 
@@ -71,7 +71,7 @@ inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, 
                         const LowRankOperands* low, LinearOutput target) {
   const LinearKernels& table = kernels().linear;
   const Compute compute = forward_compute(dtype, tokens, layout.format, table);
-  const bool direct = tokens <= table.direct_tokens[int(compute)];
+  const bool direct = tokens <= table.in(compute).direct_tokens;
   const int64_t K = layout.in_features, padded = round_up(K, table.group);
   const int64_t block = std::min(tokens, kLinearTokens), width = direct ? tokens : round_up(block, table.tile_tokens);
   // Few tokens' units fit the calling thread's scratch, which no direct kernel takes: an allocation less (1.5 us).
@@ -117,7 +117,7 @@ inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, 
     if (low)
       table.prepare_low_rank_tiled(at_row(low->input, m, addend.rank), low_dtype, count, addend.rank, low->factor, compute,
                                    low_input->mutable_data_ptr());
-    parallel_blocks(rows, table.block_rows[int(compute)], K * count, [&](int64_t begin, int64_t end) {
+    parallel_blocks(rows, table.in(compute).block_rows, K * count, [&](int64_t begin, int64_t end) {
       const WorkspaceLease scratch(table.scratch_bytes);
       table.tiled(packed, begin, end, layout, compute, prepared, count, added, target, scratch.data());
     });
@@ -128,7 +128,7 @@ inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, 
 // matrix (tokens, columns) of `dtype` in prepare_rows' units, block of kLinearTokens after block; `stride` units a row.
 inline Tensor row_units(const Tensor& matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t stride) {
   const LinearKernels& table = kernels().linear;
-  const int64_t multiple = table.unit_multiple[int(compute)];
+  const int64_t multiple = table.in(compute).unit_multiple;
   Tensor units = unit_buffer(matrix, round_up(tokens, multiple) * stride * elements_per_unit(compute), compute);
   auto* out = static_cast<char*>(units.mutable_data_ptr());
   const int64_t strips = kLinearTokens / multiple, all = (tokens + multiple - 1) / multiple;
@@ -152,7 +152,7 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
   const Compute compute = compute_for(dtype, table);
   const int64_t K = layout.in_features, elements = elements_per_unit(compute);
   // Gradients are broadcast unit by unit: floats, or pairs of bf16, can be read where they are, if not by tiles.
-  const int64_t multiple = table.unit_multiple[int(compute)];
+  const int64_t multiple = table.in(compute).unit_multiple;
   const int64_t grad_stride = round_up((rows + elements - 1) / elements, multiple);
   std::optional<Tensor> units;
   if (multiple != 1 || (dtype != DType::kFloat32 && (compute == Compute::kFloat32 || rows % 2 != 0)))

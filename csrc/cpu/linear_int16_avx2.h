@@ -1,5 +1,5 @@
 // linear on a few bf16 tokens with AVX2: 4-bit codes as int16 times activations as int16, 8 shuffles for 64 weights where exact fp32
-// values take 24. Included by linear_kernel.h.
+// values take 24. Included after linear_decode_avx2.h.
 //
 // A group's activations are x * 2^k as int16, k the largest that fits: bf16 down to 1/128 of the group's largest stay what they
 // are, smaller ones lose at most 2^-15 of the largest. That is no more than bf16 itself loses of the others, unless the largest is more
@@ -17,6 +17,11 @@ namespace {
 // fit an int32) with the smallest relative errors: 2^-12.7 for nf4, none for fp4. (bf16 weights have 2^-9.)
 constexpr float int16_steps(int32_t format) { return is_fp4(format) ? 8064.0f : 7854.0f; }
 
+struct Int16 : Float32 {
+  static constexpr Compute kCompute = Compute::kInt16;
+  static constexpr int kDirectTokens = 4;
+};
+
 // A prepared group: 64 words of each token, then 8 floats. The first are the tokens' factors, 0 where the words are bf16; the last is 1
 // if one of them is.
 constexpr int kWords = kGroup / 2;  // in floats
@@ -24,8 +29,8 @@ template <>
 constexpr int direct_units<Int16>(int tokens) {
   return tokens * kWords + 8;
 }
-static_assert(kInt16Tokens < 8);
 constexpr int kHasBFloat16Words = 7;
+static_assert(Int16::kDirectTokens <= kHasBFloat16Words);
 
 // Words come out as 2 vectors of even elements, then 2 of odd ones; inside, as byte unpacking leaves them.
 constexpr int word_at(int position) {
@@ -153,7 +158,9 @@ inline float words_of_group(const BFloat16* x, int16_t* words) {
 }
 
 // (tokens, K) -> prepared groups, the last one filled up with zeros.
-inline void pack_direct(Int16, const BFloat16* input, int64_t tokens, const RowLayout& l, void* units) {
+template <class Product, Codes codes>
+  requires(Product::kCompute == Compute::kInt16)
+void pack_direct(const BFloat16* input, int64_t tokens, const RowLayout& l, void* units) {
   auto* out = static_cast<float*>(units);
   const int64_t K = l.in_features;
   for (int64_t start = 0; start < K; start += kGroup, out += direct_units<Int16>(int(tokens))) {

@@ -6,9 +6,6 @@
 #pragma once
 
 #include "linear_pack.h"
-#if defined(__AVX2__) && !defined(__AVX512F__)
-#include "linear_int16_avx2.h"
-#endif
 
 namespace halfbyte::cpu {
 namespace {
@@ -152,11 +149,12 @@ void direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const Row
 // ---- micro-kernel: sums (R, G vectors) += a (R, units), broadcast, times b (units, G vectors) ------------------------
 
 constexpr int64_t kPrefetchUnits = 6;
+constexpr int64_t kSumsAhead = 32;  // so many units before the end the next rows' sums are fetched from L2; earlier, b would replace them
 
-// What the next panel will read of the packed rows (backward: of the gradients), fetched while the micro-kernel has nothing else to fetch. Asked for where
-// it is decoded, a panel's few lines of each row come all at once, and decoding waits for most of them.
+// What the next panel will read of the packed rows (backward: of the gradients), fetched while the micro-kernel has nothing else to
+// fetch. Asked for where it is decoded, a panel's few lines of each row come all at once, and decoding waits for most of them.
 struct Ahead {
-  const uint8_t* line;  // of the first row; null: nothing
+  const uint8_t* line;  // any byte of the first row's first line; null: nothing
   int64_t stride;       // bytes from row to row
   int64_t units;        // of the micro-kernel that pass for every line of a row
 
@@ -178,6 +176,14 @@ inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, 
       for (int r = 0; r < R; ++r) prefetch(ahead.line + r * ahead.stride);
       ahead.line += 64;
       if (u + ahead.units < units) stop = u + ahead.units;
+    } else if (u < units - kSumsAhead) {
+      stop = units - kSumsAhead;
+    }
+    if (stop == units && !first) {
+#pragma GCC unroll 12
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int g = 0; g < G; ++g) prefetch(sums + (R + r) * sums_stride + g * kLanes);
     }
     for (int64_t i = u; i < stop; ++i, b += G * kLanes) {
       typename Product::Values v[G];

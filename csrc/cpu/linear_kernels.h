@@ -34,16 +34,23 @@ struct LowRank {
   int64_t stride;      // units of a row, zeros past R: whole vectors forward
 };
 
+// What the kernels do in one arithmetic.
+struct LinearArithmetic {
+  bool any_tokens;        // `tiled` and `backward` have it; the next two are for them
+  int32_t block_rows;     // rows of one micro-kernel; no thread should get a part of them
+  int32_t unit_multiple;  // units of a prepared row are padded with zeros to a multiple; 1: rows, else AMX's tiles
+  int32_t direct_tokens;  // up to this M the `direct` kernels are the faster ones; 0: they do not have it
+};
+
 struct LinearKernels {
-  bool has_bfloat16;        // Compute::kBFloat16 runs here
-  int32_t group;            // elements; prepared activations are padded with zeros to a multiple of it
-  int32_t lanes;            // tokens in one vector; prepared tiles are padded to a multiple of it
-  int32_t tile_tokens;      // tokens in one tile of prepare_tiled
-  int32_t block_rows[2];    // per Compute: rows of one micro-kernel; no thread should get a part of them
-  int32_t unit_multiple[2];  // per Compute: units of a prepared row are padded with zeros to a multiple; 1: rows, else AMX's tiles
-  int32_t direct_tokens[3];  // per Compute: up to this M the `direct` kernels are the faster ones
-  int32_t exact_tokens;      // up to this M the forward multiplies exact fp32 weights whatever the input: that is faster, too
-  int64_t scratch_bytes;    // what `tiled` and `backward` need
+  LinearArithmetic arithmetic[3];  // by Compute
+  int32_t group;          // elements; prepared activations are padded with zeros to a multiple of it
+  int32_t lanes;          // tokens in one vector; prepared tiles are padded to a multiple of it
+  int32_t tile_tokens;    // tokens in one tile of prepare_tiled
+  int32_t exact_tokens;   // up to this M the forward multiplies exact fp32 weights whatever the input: that is faster, too
+  int64_t scratch_bytes;  // what `tiled` and `backward` need
+
+  const LinearArithmetic& in(Compute compute) const { return arithmetic[int(compute)]; }
 
   // input (tokens, K) of `dtype` -> units (groups, tokens, group) in the order in which `direct` decodes a group.
   void (*prepare_direct)(const void* input, DType dtype, int64_t tokens, const RowLayout& layout, Compute compute, void* units);

@@ -1,8 +1,6 @@
 // Activations in the order in which the decoders of this ISA give weights. Included once per ISA, after linear_decode_*.h.
 #pragma once
 
-#include <type_traits>
-
 #include "linear_kernels.h"
 #include "simd/scalar.h"
 
@@ -45,18 +43,6 @@ constexpr int direct_units(int tokens) {
   return tokens * kGroup / Product::kUnitElements;
 }
 
-// One element of a unit.
-template <class Product>
-struct UnitElement {
-  using Type = float;
-};
-#if defined(__AVX512BF16__)
-template <>
-struct UnitElement<BFloat16Pairs> {
-  using Type = BFloat16;
-};
-#endif
-
 inline void convert(float& to, float from) { to = from; }
 inline void convert(float& to, BFloat16 from) { to = to_float(from); }
 inline void convert(float& to, Float16 from) { to = to_float(from); }
@@ -79,17 +65,13 @@ struct Order {
 
 // Elements [0, kGroup) of x in decode order; those from `count` on are zeros.
 template <class Product, Codes codes, class T>
-inline void order_group(const T* x, int64_t count, typename UnitElement<Product>::Type* out) {
+inline void order_group(const T* x, int64_t count, typename Product::Element* out) {
   static constexpr Order<Product, codes> order;
   if (count >= kGroup) {
-#if defined(__AVX512BF16__)
-    if constexpr (std::is_same_v<Product, BFloat16Pairs> && std::is_same_v<T, BFloat16> && four_bit(codes)) {
-      order_words(x, out);
-      return;
-    }
-#endif
     if constexpr (order.natural()) {  // a loop of its own: becomes vectors
       for (int i = 0; i < kGroup; ++i) convert(out[i], x[i]);
+    } else if constexpr (requires { order_words(x, out); }) {  // has instructions for it
+      order_words(x, out);
     } else {
       for (int i = 0; i < kGroup; ++i) convert(out[i], x[order.element[i]]);
     }
@@ -104,7 +86,7 @@ inline void order_group(const T* x, int64_t count, typename UnitElement<Product>
 // (tokens, K) -> (groups, tokens, group) in decode order, the last group filled up with zeros.
 template <class Product, Codes codes, class T>
 void pack_direct(const T* input, int64_t tokens, const RowLayout& l, void* units) {
-  auto* out = static_cast<typename UnitElement<Product>::Type*>(units);
+  auto* out = static_cast<typename Product::Element*>(units);
   const int64_t K = l.in_features;
   for (int64_t start = 0; start < K; start += kGroup)
     for (int64_t m = 0; m < tokens; ++m, out += kGroup) order_group<Product, codes>(input + m * K + start, K - start, out);
@@ -130,7 +112,7 @@ inline int64_t unit_at(int64_t units, int64_t tokens, int64_t m0, int64_t width,
 // last may be split into narrower ones.
 template <class Product, Codes codes, class T>
 void pack_tiled(const T* input, int64_t tokens, const RowLayout& l, int64_t tile_begin, int64_t tile_end, void* units) {
-  using E = typename UnitElement<Product>::Type;
+  using E = typename Product::Element;
   constexpr int kGroupUnits = kGroup / Product::kUnitElements;
   constexpr int kOrderedStride = kGroupUnits + 16;  // the tokens of a unit would share L1 sets
   const int64_t K = l.in_features, padded = padded_features(l);
@@ -158,7 +140,7 @@ void pack_tiled(const T* input, int64_t tokens, const RowLayout& l, int64_t tile
 // (`begin` is a multiple of it). Order kept.
 template <class Product, class T>
 void pack_rows(const T* matrix, int64_t tokens, int64_t columns, int64_t begin, int64_t end, void* units) {
-  using E = typename UnitElement<Product>::Type;
+  using E = typename Product::Element;
   constexpr int64_t kElements = Product::kUnitElements;
   const int64_t row_units = round_up((columns + kElements - 1) / kElements, kUnitMultiple<Product>);
   constexpr int64_t kRun = kLanes * kElements;  // elements of a row in one tile
@@ -182,7 +164,7 @@ void pack_rows(const T* matrix, int64_t tokens, int64_t columns, int64_t begin, 
 // (rows, columns) * factor -> elements [offset, offset + columns) of (rows, stride) units, order kept.
 template <class Product, class T>
 void pack_low_rank(const T* matrix, int64_t rows, int64_t columns, float factor, int64_t offset, int64_t stride, void* units) {
-  using E = typename UnitElement<Product>::Type;
+  using E = typename Product::Element;
   E* out = static_cast<E*>(units) + offset;
   for (int64_t r = 0; r < rows; ++r, matrix += columns, out += stride * Product::kUnitElements)
     for (int64_t c = 0; c < columns; ++c) convert(out[c], to_float(matrix[c]) * factor);
@@ -191,7 +173,7 @@ void pack_low_rank(const T* matrix, int64_t rows, int64_t columns, float factor,
 // (tokens, rank) * factor -> for each tile (rank in units, tokens of the tile), order kept; zeros where there is none.
 template <class Product, class T>
 void pack_low_rank_tiled(const T* matrix, int64_t tokens, int64_t rank, float factor, void* units) {
-  using E = typename UnitElement<Product>::Type;
+  using E = typename Product::Element;
   constexpr int kElements = Product::kUnitElements;
   const int64_t row_units = round_up((rank + kElements - 1) / kElements, kUnitMultiple<Product>);
   for (int64_t m0 = 0; m0 < tokens;) {

@@ -97,8 +97,6 @@ struct Layout<Product> {
 };
 #endif
 
-static_assert(kPanelRows % Layout<Float32>::kBlockRows == 0);
-
 // Rows [row_begin, row_end) times `tokens` activations of `all` units each: kPanelRows rows (few tokens: one row of blocks) at a
 // time, whose sums stay in L2 while they are decoded by panels of kPanelUnits units. `Rows` says how:
 //   begin(rows, count)                                 `count` rows of the next sums
@@ -131,7 +129,8 @@ inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_en
                       next_unit);
         for (int64_t r = decoded; r < padded; ++r)
           for (int64_t v = 0; v < count; v += kLanes) memset(L::panel_row(panel, r) + v / kLanes * L::kVectorStep, 0, 4 * kLanes);
-        const Ahead next{next_row + rows.codes_at(next_unit), row_bytes, Rows::kLineUnits};
+        // The line that the next codes end in: the one that they begin in came with what lies before them.
+        const Ahead next{next_row + rows.codes_at(next_unit) + 63, row_bytes, Rows::kLineUnits};
         L::multiply(L::panel(panel), r0, padded, activations, tokens, all, u0, count, sums, u0 == 0, next);
       }
     }

@@ -9,7 +9,7 @@ namespace {
 // product does: aten has no fast kernels for them.
 Tensor project(const Tensor& input, const Tensor& lora_A) {
   const ScalarType dtype = lora_dtype(input, lora_A);
-  const bool narrow = dtype == ScalarType::BFloat16 && kernels().linear.has_bfloat16;
+  const bool narrow = dtype == ScalarType::BFloat16 && kernels().linear.in(Compute::kBFloat16).any_tokens;
   const ScalarType multiplied = narrow ? dtype : ScalarType::Float;
   return torch::stable::to(
       aten_linear(torch::stable::to(input, multiplied), torch::stable::to(lora_A, multiplied), std::nullopt), dtype);

@@ -1,0 +1,36 @@
+// Lists of the arithmetics that linear's kernels have in one ISA. Included once per ISA.
+//
+// An arithmetic is a type, `Product` in the kernels, that each linear_decode_<isa>.h declares its own of:
+//   kCompute             its name at run time
+//   kDirectTokens        up to this M `direct` is faster than `tiled`
+//   kUnitElements        elements in a unit, of type Element
+//   kVectors             vectors of decoded values in a group, of type Values
+//   Sum                  a vector of sums, with load_sums and store_sums
+//   load, broadcast      a vector of prepared units; one unit in all lanes
+//   multiply_add         sum + a * b
+#pragma once
+
+#include "linear_kernels.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+template <class... Product>
+struct ProductList {};
+
+// body(Product{}) for each.
+template <class... Product, class Body>
+constexpr void for_each_product(ProductList<Product...>, const Body& body) {
+  (body(Product{}), ...);
+}
+
+// body(Product{}) for the one that `compute` names, else for the last.
+template <class First, class... Rest, class Body>
+inline void with_product(ProductList<First, Rest...>, Compute compute, const Body& body) {
+  if constexpr (sizeof...(Rest) == 0) body(First{});
+  else if (compute == First::kCompute) body(First{});
+  else with_product(ProductList<Rest...>{}, compute, body);
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu
