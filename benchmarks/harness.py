@@ -12,13 +12,14 @@
     )
     report.save()                                           # JSON: environment, every row, every percentile
 
-A round runs each case once, the next round in the other order (A B B A): drift of the machine hits all of them alike, and
-so does what a case leaves behind (a core that slept through a peer's single thread). A case gets the round's number to pick
-its buffers with. A sample is *quiet* when nothing else was runnable before and after it; a case's time
-is the median of its quiet samples, or the lower quintile of all samples when fewer than 5 were quiet (a busy machine
-only ever adds time). With `--threads 1` the clock is the thread's own CPU time, which other processes do not add to:
-the better measurement on a machine that is not idle. Times are seconds, sizes bytes, rates per second. Needs torch,
-and g++ for the floors.
+A round gives each case one turn, the next round in the other order (A B B A): drift of the machine hits all of them alike.
+A turn is a call that is not timed, for what the turn before left behind (a core that slept through a single thread, another
+library's threads that still spin), then up to 5 timed ones in a row, as a training step calls it, or 50 ms of them. A case
+gets the number of the call to pick its buffers with. A sample is *quiet* when nothing else was runnable before the turn and
+after the call; a case's time is the median of its quiet samples, or the lower quintile of all samples when fewer than 5
+were quiet (a busy machine only ever adds time). With `--threads 1` the clock is the thread's own CPU time, which other
+processes do not add to: the better measurement on a machine that is not idle. Times are seconds, sizes bytes, rates per
+second. Needs torch, and g++ for the floors.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -47,6 +49,7 @@ import halfbyte  # noqa: F401  registers torch.ops.halfbyte
 ROOT = Path(__file__).resolve().parent.parent
 ISA_NAMES = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
 PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
+TURN_CALLS, TURN_SECONDS = 5, 0.05  # a turn's timed calls: at most so many, none after so long
 # Hold torch's own kernels, oneDNN and MKL to what a machine without AVX-512 has; bitsandbytes has no such switch.
 HELD_TO_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 
@@ -215,13 +218,14 @@ def _runnable() -> int:
 
 
 def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.0) -> dict[str, Timing]:
-    """Times every case once per round, every other round backwards: `rounds` times (at least 3), or for so many seconds."""
+    """A turn for every case per round, every other round backwards: `rounds` times (at least 3), or for so many seconds."""
     alone = torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
     samples: dict[str, list[float]] = {name: [] for name in cases}
     quiet: dict[str, list[float]] = {name: [] for name in cases}
-    for case in cases.values():
-        case.run(0)
+    calls = {name: itertools.count() for name in cases}
+    for name, case in cases.items():
+        case.run(next(calls[name]))
     started = time.perf_counter()
     for i in range(rounds):
         if i >= 3 and time.perf_counter() - started > seconds:
@@ -231,12 +235,17 @@ def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.
                 if before := alone or _runnable() <= 1:
                     break
                 time.sleep(0.004)
-            begin = clock()
-            case.run(i)
-            elapsed = clock() - begin
-            samples[name].append(elapsed)
-            if before and (alone or _runnable() <= 2):  # our own pool may still be spinning down
-                quiet[name].append(elapsed)
+            case.run(next(calls[name]))
+            turn = time.perf_counter()
+            for call in itertools.islice(calls[name], TURN_CALLS):
+                begin = clock()
+                case.run(call)
+                elapsed = clock() - begin
+                samples[name].append(elapsed)
+                if before and (alone or _runnable() <= 2):  # our own pool may still be spinning down
+                    quiet[name].append(elapsed)
+                if time.perf_counter() - turn > TURN_SECONDS:
+                    break
     return {name: _timing(samples[name], quiet[name]) for name in cases}
 
 
@@ -385,7 +394,12 @@ class Report:
         """Writes the JSON and returns its path."""
         path = self.args.json or ROOT / "benchmarks" / "results" / f"{self.name}-{self.environment['isa']}.json"
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = {"benchmark": self.name, "environment": self.environment, "comparisons": self.comparisons}
+        content = {
+            "benchmark": self.name,
+            "environment": self.environment,
+            "turn_calls": TURN_CALLS,
+            "comparisons": self.comparisons,
+        }
         path.write_text(json.dumps(content, indent=1) + "\n")
         print(f"\nwrote {path}")
         return path

@@ -14,10 +14,10 @@ from readme_tables import HERE, filled
 
 HEAD = """# Benchmarks
 
-`make bench` runs `bench_*.py` on this machine: every result is verified first, then the peers run interleaved in one
-process, on buffers rotated past the last-level cache, with the floors (copy, read) in the same rounds. Times are medians of
-quiet samples, or the lower quintile where fewer than 5 were quiet. "times ours" is that row's time over halfbyte's in the
-same rounds: **below 1 we lose**.
+`make bench` runs `bench_*.py` on this machine: every result is verified first, then the peers take turns in one process, on
+buffers rotated past the last-level cache, with the floors (copy, read) in the same rounds. A turn is a call that is not
+timed, then up to 5 in a row that are. Times are medians of quiet samples, or the lower quintile where fewer than 5 were
+quiet. "times ours" is that row's time over halfbyte's in the same rounds: **below 1 we lose**.
 
 `gpu_check.py` (`make gpu`) does the same on a GPU; nobody has run it yet. What the compiler made of the CUDA kernels is
 under "sass" (`sass_counts.py`).
@@ -50,8 +50,12 @@ def plain(result: dict[str, Any]) -> str:
 
 def comparisons(result: dict[str, Any]) -> str:
     """A benchmark's interleaved comparisons as Markdown."""
+    calls = result.get("turn_calls")
+    turns = f"Up to {calls} timed calls a turn." if calls else "Older: one call a turn, timed."
     lines = [
         *heading(result),
+        turns,
+        "",
         "| work | case | ms | low .. high | times ours | quiet samples |",
         "|---|---|---:|---|---:|---:|",
     ]

@@ -1,0 +1,57 @@
+"""benchmarks/harness.py: the order of turns, what of them is timed, and what a case is called with."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def harness() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("harness", ROOT / "benchmarks" / "harness.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["harness"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_turns(harness: ModuleType) -> None:
+    """A B B A in turns: one call that is not timed, then 5, or what fits 50 ms; the number of the call never repeats."""
+    calls: list[tuple[str, int]] = []
+
+    def quick(i: int) -> None:
+        if calls[-1][0] != "quick":  # what a case would pay after another one
+            time.sleep(0.1)
+        calls.append(("quick", i))
+
+    def slow(i: int) -> None:
+        calls.append(("slow", i))
+        time.sleep(0.06)
+
+    calls.append(("", 0))
+    timings = harness.interleave({"quick": harness.Case(quick), "slow": harness.Case(slow)}, rounds=4, seconds=60)
+    once = ["quick", "slow"]
+    turns = {"quick": ["quick"] * 6, "slow": ["slow"] * 2}
+    order = once + (turns["quick"] + turns["slow"] + turns["slow"] + turns["quick"]) * 2
+    assert [name for name, _ in calls[1:]] == order
+    for name in once:
+        numbers = [i for other, i in calls[1:] if other == name]
+        assert numbers == list(range(len(numbers)))
+    assert (timings["quick"].samples, timings["slow"].samples) == (20, 4)
+    assert timings["quick"].high < 0.1
+    assert timings["slow"].best >= 0.06
+
+
+def test_seconds_end_a_comparison_after_three_rounds(harness: ModuleType) -> None:
+    calls: list[int] = []
+    timings = harness.interleave({"only": harness.Case(calls.append)}, rounds=1000, seconds=0.0)
+    assert timings["only"].samples == 3 * harness.TURN_CALLS
+    assert calls == list(range(1 + 3 * (1 + harness.TURN_CALLS)))
