@@ -126,8 +126,13 @@ void pack_tiled(const T* input, int64_t tokens, const RowLayout& l, int64_t tile
       for (int m = 0; m < width; m += kLanes) {
         for (int i = 0; i < kLanes; ++i) {
           float* row = ordered + i * kOrderedStride;
-          if (m0 + m + i < tokens) order_group<Product, codes>(input + (m0 + m + i) * K + start, K - start, reinterpret_cast<E*>(row));
-          else memset(row, 0, kGroupUnits * sizeof(float));
+          if (m0 + m + i < tokens) {
+            const T* x = input + (m0 + m + i) * K + start;
+            order_group<Product, codes>(x, K - start, reinterpret_cast<E*>(row));
+            for (int e = 0; e < kGroup; e += 64 / int(sizeof(T))) prefetch(x + kGroup + e);  // too many rows for the CPU to see it
+          } else {
+            memset(row, 0, kGroupUnits * sizeof(float));
+          }
         }
         for (int u = 0; u < kGroupUnits; u += kLanes) turn(ordered + u, kOrderedStride, tile + u * width + m, width);
       }
