@@ -10,29 +10,32 @@
 namespace halfbyte::cpu::optimizer {
 namespace {
 
-constexpr int kRandoms = 8 * kPhiloxLanes;  // eight neighbours share one Philox block
+constexpr int kPhiloxVectors = 2;  // at a time: a round waits for its products
+constexpr int kRandoms = 8 * kPhiloxLanes * kPhiloxVectors;  // eight neighbours share one Philox block
 
 // random16 of the elements [8 * counter, 8 * counter + kRandoms): philox() for neighbouring counters, one in each 64-bit lane.
 // Upper halves are not kept clean: products read the lower ones alone.
 inline void fill_randoms(uint64_t counter, uint32_t step, uint64_t seed, uint16_t (&random)[kRandoms]) {
-  Wides c0 = wide_count(counter), c1 = wide_upper(c0), c2 = wide_splat(step), c3 = wide_splat(0);
+  Wides c0[kPhiloxVectors], c1[kPhiloxVectors], c2[kPhiloxVectors], c3[kPhiloxVectors];
+  for (int v = 0; v < kPhiloxVectors; ++v) {
+    c0[v] = wide_count(counter + uint64_t(v * kPhiloxLanes));
+    c1[v] = wide_upper(c0[v]);
+    c2[v] = wide_splat(step);
+    c3[v] = wide_splat(0);
+  }
   uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
-  for (int round = 0; round < kPhiloxRounds; ++round) {
-    const Wides p0 = wide_multiply(c0, wide_splat(kPhiloxFactor0)), p1 = wide_multiply(c2, wide_splat(kPhiloxFactor1));
-    c0 = wide_xor(wide_upper(p1), c1, wide_splat(k0));
-    c2 = wide_xor(wide_upper(p0), c3, wide_splat(k1));
-    c1 = p1;
-    c3 = p0;
-    k0 += kPhiloxKey0;
-    k1 += kPhiloxKey1;
+  for (int round = 0; round < kPhiloxRounds; ++round, k0 += kPhiloxKey0, k1 += kPhiloxKey1) {
+#pragma GCC unroll 2
+    for (int v = 0; v < kPhiloxVectors; ++v) {
+      const Wides p0 = wide_multiply(c0[v], wide_splat(kPhiloxFactor0)), p1 = wide_multiply(c2[v], wide_splat(kPhiloxFactor1));
+      c0[v] = wide_xor(wide_upper(p1), c1[v], wide_splat(k0));
+      c2[v] = wide_xor(wide_upper(p0), c3[v], wide_splat(k1));
+      c1[v] = p1;
+      c3[v] = p0;
+    }
   }
-  alignas(64) uint64_t words[2][kPhiloxLanes];
-  wide_store(words[0], wide_pack(c0, c1));
-  wide_store(words[1], wide_pack(c2, c3));
-  for (int lane = 0; lane < kPhiloxLanes; ++lane) {
-    memcpy(random + 8 * lane, &words[0][lane], 8);
-    memcpy(random + 8 * lane + 4, &words[1][lane], 8);
-  }
+  for (int v = 0; v < kPhiloxVectors; ++v)
+    wide_store_by_turns(random + 8 * kPhiloxLanes * v, wide_pack(c0[v], c1[v]), wide_pack(c2[v], c3[v]));
 }
 
 // Up when fraction(x / spacing) + random / 65536 >= 1; NaN and Inf as with rounding to nearest.

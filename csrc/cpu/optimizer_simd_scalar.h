@@ -114,7 +114,11 @@ inline Wides wide_multiply(Wides a, Wides b) { return (a & 0xFFFFFFFFu) * (b & 0
 inline Wides wide_upper(Wides a) { return a >> 32; }
 inline Wides wide_xor(Wides a, Wides b, Wides c) { return a ^ b ^ c; }
 inline Wides wide_pack(Wides low, Wides high) { return (low & 0xFFFFFFFFu) | high << 32; }  // the lower halves
-inline void wide_store(uint64_t* p, Wides a) { *p = a; }
+// Lane 0 of both, lane 1 of both, and so on.
+inline void wide_store_by_turns(void* p, Wides a, Wides b) {
+  memcpy(p, &a, sizeof a);
+  memcpy(static_cast<char*>(p) + sizeof a, &b, sizeof b);
+}
 
 }  // namespace
 }  // namespace halfbyte::cpu::optimizer
