@@ -1,6 +1,7 @@
 // Lists of the arithmetics that linear's kernels have in one ISA. Included once per ISA.
 //
-// An arithmetic is a type, `Product` in the kernels, that each linear_decode_<isa>.h declares its own of:
+// `DirectProducts` are those of `direct`, `Products` those of everything else; the last of both is Float32, which takes what no other is
+// meant for. An arithmetic is a type, `Product` in the kernels, that each linear_decode_<isa>.h declares its own of:
 //   kCompute             its name at run time
 //   kDirectTokens        up to this M `direct` is faster than `tiled`
 //   kUnitElements        elements in a unit, of type Element
