@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-import time
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -23,20 +22,23 @@ def harness() -> ModuleType:
     return module
 
 
-def test_turns(harness: ModuleType) -> None:
+def test_turns(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A B B A in turns: one call that is not timed, then 5, or what fits 50 ms; the number of the call never repeats."""
-    calls: list[tuple[str, int]] = []
+    calls: list[tuple[str, int]] = [("", 0)]
+    now = 0.0
+    clock = SimpleNamespace(perf_counter=lambda: now, thread_time=lambda: now, sleep=lambda seconds: None)
+    monkeypatch.setattr(harness, "time", clock)
 
     def quick(i: int) -> None:
-        if calls[-1][0] != "quick":  # what a case would pay after another one
-            time.sleep(0.1)
+        nonlocal now
+        now += 0.001 if calls[-1][0] == "quick" else 0.1  # what a case would pay after another one
         calls.append(("quick", i))
 
     def slow(i: int) -> None:
+        nonlocal now
+        now += 0.0625
         calls.append(("slow", i))
-        time.sleep(0.06)
 
-    calls.append(("", 0))
     timings = harness.interleave({"quick": harness.Case(quick), "slow": harness.Case(slow)}, rounds=4, seconds=60)
     once = ["quick", "slow"]
     turns = {"quick": ["quick"] * 6, "slow": ["slow"] * 2}
@@ -46,8 +48,8 @@ def test_turns(harness: ModuleType) -> None:
         numbers = [i for other, i in calls[1:] if other == name]
         assert numbers == list(range(len(numbers)))
     assert (timings["quick"].samples, timings["slow"].samples) == (20, 4)
-    assert timings["quick"].high < 0.1
-    assert timings["slow"].best >= 0.06
+    assert timings["quick"].high == pytest.approx(0.001)
+    assert timings["slow"].best == pytest.approx(0.0625)
 
 
 def test_seconds_end_a_comparison_after_three_rounds(harness: ModuleType) -> None:
