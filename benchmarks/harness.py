@@ -44,10 +44,9 @@ from typing import Any, TypeVar
 
 import torch
 
-import halfbyte  # noqa: F401  registers torch.ops.halfbyte
+from halfbyte import _library  # registers torch.ops.halfbyte
 
 ROOT = Path(__file__).resolve().parent.parent
-ISA_NAMES = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
 PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
 TURN_CALLS, TURN_SECONDS = 5, 0.05  # a turn's timed calls: at most so many, none after so long
 # Hold torch's own kernels, oneDNN and MKL to what a machine without AVX-512 has; bitsandbytes has no such switch.
@@ -137,7 +136,7 @@ def environment() -> dict[str, Any]:
     ).stdout.strip()
     return {
         "cpu": cpu_model(),
-        "isa": ISA_NAMES[torch.ops.halfbyte.cpu_isa()],
+        "isa": _library.cpu_isa(),
         "forced_isa": os.environ.get("HALFBYTE_CPU_ISA", ""),
         "torch_isa": torch.backends.cpu.get_cpu_capability(),
         "cores": os.cpu_count(),

@@ -17,8 +17,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 __all__ = [
+    "CPU_ISAS",
     "LIBRARY_DIR",
     "build_info",
+    "cpu_isa",
     "differentiable",
     "eager",
     "load_error",
@@ -29,6 +31,7 @@ __all__ = [
 ]
 
 LIBRARY_DIR = Path(__file__).parent / "lib"
+CPU_ISAS = ("scalar", "avx2", "avx512_base", "avx512_vnni", "avx512", "amx")  # the ints of halfbyte::cpu_isa
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -69,6 +72,15 @@ def overload(name: str) -> Callable[..., Any]:
         raise RuntimeError(f"halfbyte::{name}: {load_error}")
 
     return missing
+
+
+def cpu_isa() -> str:
+    """The instruction set whose CPU kernels run, one of CPU_ISAS.
+
+    Raises:
+        ValueError: HALFBYTE_CPU_ISA names none, or one that this CPU does not have.
+    """
+    return CPU_ISAS[overload("cpu_isa")()]
 
 
 def register_fake(name: str) -> Callable[[_F], _F]:

@@ -32,7 +32,6 @@ from halfbyte.nn.report import Report
 __all__ = ["console", "help_page", "main"]
 
 T = TypeVar("T")
-ISA_NAMES = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
 OPS = ("quantize", "dequantize", "linear", "linear_backward_input", "embedding", "adamw8bit_step_", "lion8bit_step_")
 
 
@@ -195,7 +194,7 @@ def _info(_: argparse.Namespace) -> tuple[Any, str]:
         "compiler": built.get("compiler"),
         "library": str(_library.LIBRARY_DIR) if loaded else _library.load_error,
         "isas_built": built.get("isas"),
-        "isa_in_use": ISA_NAMES[torch.ops.halfbyte.cpu_isa()] if loaded else None,
+        "isa_in_use": _library.cpu_isa() if loaded else None,
         "threads": torch.get_num_threads(),
         "cuda_built": built.get("cuda") or built.get("cuda_skipped") or "no",
         "cuda_devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
@@ -286,8 +285,7 @@ def _bench(args: argparse.Namespace) -> tuple[Any, str]:
     table += [
         (row.what, *(f"{row.milliseconds[peer]:.3f}" if peer in row.milliseconds else "" for peer in peers)) for row in rows
     ]
-    isa = ISA_NAMES[torch.ops.halfbyte.cpu_isa()]
-    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {isa}"
+    where = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {_library.cpu_isa()}"
     foot = (f"{where}, {torch.get_num_threads()} threads, weight {args.size} x {args.size}", *("" for _ in peers))
     data = {"where": foot[0], "rows": [asdict(row) for row in rows]}
     return data, aligned(table, foot)

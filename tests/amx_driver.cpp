@@ -2,13 +2,20 @@
 // (HALFBYTE_EMULATE_AMX) and without any.
 #include "cpu/simd/avx512.h"
 
-#include "cpu/linear_decode_avx512.h"
+#include "cpu/linear_bfloat16_avx512.h"
 
 #include "cpu/int8_linear_avx512.h"
 
 #if defined(HALFBYTE_EMULATE_AMX)
 #include "cpu/linear_amx.h"
 #endif
+
+namespace halfbyte::cpu {
+namespace {
+using Products = ProductList<BFloat16Pairs, Float32>;
+using DirectProducts = Products;
+}  // namespace
+}  // namespace halfbyte::cpu
 
 #include "cpu/int8_linear_kernel.h"
 #include "cpu/linear_table.h"

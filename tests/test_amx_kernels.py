@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from halfbyte._library import CPU_ISAS
 from halfbyte.formats import Format
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,7 +26,8 @@ from setup import ISA_FLAGS  # noqa: E402  (the flags that the library is built 
 
 ops = torch.ops.halfbyte
 pytestmark = pytest.mark.skipif(
-    int(ops.cpu_isa()) < 2 and not os.environ.get("HALFBYTE_CPU_ISA"), reason="the kernels around the tiles need AVX-512"
+    int(ops.cpu_isa()) < CPU_ISAS.index("avx512") and not os.environ.get("HALFBYTE_CPU_ISA"),
+    reason="the kernels around the tiles need AVX-512 with bf16",
 )
 
 

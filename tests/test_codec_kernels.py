@@ -6,10 +6,8 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,9 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from halfbyte import reference
+from halfbyte._library import cpu_isa
 from halfbyte.formats import FORMATS, FP4_THRESHOLDS, NF4_THRESHOLDS, Format
 
-ISAS = ("scalar", "avx2", "avx512", "amx")  # the ints of halfbyte::cpu_isa
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 WIDTHS = (1, 31, 63, 64, 65, 100, 576, 960, 4304, 4097)
 SMALL_BLOCKS = ("nf4:32", "fp4:32", "nf4-dq:32", "fp4-dq:32")
@@ -232,32 +230,8 @@ def test_any_shape(format: str, rows: int, K: int, dtype: torch.dtype, out: torc
 
 def test_the_forced_isa_is_in_use() -> None:
     forced = os.environ.get("HALFBYTE_CPU_ISA")
-    assert ISAS[ops.cpu_isa()] == (forced or ISAS[ops.cpu_isa()])
+    assert forced in (None, cpu_isa())
 
 
-@pytest.mark.skipif("HALFBYTE_CPU_ISA" in os.environ, reason="already under a chosen instruction set")
-@pytest.mark.parametrize("isa", ISAS)
-def test_everything_here_under_another_isa(isa: str) -> None:
-    if ISAS[ops.cpu_isa()] == isa:
-        return  # this very run
-    environment = {**os.environ, "HALFBYTE_CPU_ISA": isa}
-    environment.pop("PYTEST_XDIST_WORKER", None)
-    probe = subprocess.run(
-        [sys.executable, "-c", "import torch, halfbyte; torch.ops.halfbyte.cpu_isa()"],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=False,
-    )
-    if probe.returncode:
-        assert f"HALFBYTE_CPU_ISA={isa}: " in probe.stderr
-        pytest.skip(probe.stderr.strip().splitlines()[-1])
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", str(Path(__file__).resolve())],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=Path(__file__).parents[1],
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout[-5000:]
+def test_everything_here_under_another_isa(other_isa: Any) -> None:
+    other_isa.tests(__file__)

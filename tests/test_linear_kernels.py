@@ -9,22 +9,20 @@ the exact one (c: the product with the scale, the bias, the lanes' own sum). Whe
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 import halfbyte  # noqa: F401  (loads the ops)
+from halfbyte._library import cpu_isa
 
 ROOT = Path(__file__).resolve().parent.parent
 ops = torch.ops.halfbyte
 
-ISA_NAMES = ("scalar", "avx2", "avx512", "amx")
 NF4, FP4, NF4_DQ, FP4_DQ, INT8, FP8 = range(6)
 FORMATS = (
     [(NF4, b) for b in (32, 64, 128, 256, 512, 1024, 2048, 4096)]
@@ -105,8 +103,8 @@ def test_values(format: int, block_size: int, K: int) -> None:
 
 @pytest.mark.parametrize(("format", "block_size"), [(NF4, 64), (NF4_DQ, 128), (INT8, 0), (FP8, 0)])
 def test_bf16_tokens_that_multiply_exact_weights(format: int, block_size: int) -> None:
-    isa = ISA_NAMES[ops.cpu_isa()]
-    exact = {"scalar": range(17), "avx2": range(17), "avx512": (), "amx": range(5)}[isa]
+    isa = cpu_isa()
+    exact = {"avx512": range(0), "amx": range(5)}.get(isa, range(17))
     if isa == "avx2" and format in (NF4, NF4_DQ):
         exact = range(5, 17)  # fewer multiply int16
     packed, _ = make(64, 576, format, block_size)
@@ -158,7 +156,7 @@ def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> Non
         x[1, 260:300:20] = 1.0
         x[1, 420] = 77.0  # alone
     x[-1, 130:180] = tokens_like((50,), torch.bfloat16) * 2.0**-80
-    isa = ISA_NAMES[ops.cpu_isa()]
+    isa = cpu_isa()
     value, exact = x.double(), weight * x.double()[:, None]
     if isa == "avx2":
         value, rounded = int16_tokens(x)
@@ -387,15 +385,5 @@ def test_concurrent_calls_and_clears() -> None:
     assert ops.workspace_bytes() == 0  # ended threads took theirs along
 
 
-@pytest.mark.skipif("HALFBYTE_CPU_ISA" in os.environ, reason="one ISA was asked for")
-@pytest.mark.parametrize("isa", ISA_NAMES[:3])
-def test_forced_isa(isa: str) -> None:
-    """This whole file again on an ISA that the CPU has but would not choose."""
-    if isa == ISA_NAMES[ops.cpu_isa()]:
-        return  # the run that is going on
-    if ISA_NAMES.index(isa) > ops.cpu_isa():
-        pytest.skip("this CPU does not have it")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "--import-mode=importlib", __file__]
-    env = {**os.environ, "HALFBYTE_CPU_ISA": isa}
-    run = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-2000:]
+def test_everything_here_under_another_isa(other_isa: Any) -> None:
+    other_isa.tests(__file__)

@@ -9,6 +9,27 @@ namespace {
 
 constexpr int64_t kDecodeGroup = 32;  // elements per call of decode and decode_8bit
 
+// The codes of each byte, first the high nibble, at the bottom of 2 words or of 2 dwords; the bits above are waste.
+#if defined(__AVX512VBMI__)
+// 2 bytes become a qword of words; vpmultishiftqb puts bits 4, 0, 12 and 8 onward at the bottom of each.
+inline __m512i nibbles_in_words(__m128i bytes) {
+  return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x0008000C00000004), _mm512_cvtepu16_epi64(bytes));
+}
+inline __m512i nibbles_in_dwords(__m128i bytes) {
+  return _mm512_multishift_epi64_epi8(_mm512_set1_epi64(4), _mm512_cvtepu8_epi64(bytes));
+}
+#else
+inline __m512i nibbles_in_words(__m128i bytes) {
+  const __m512i twice = _mm512_set_epi64(0x0F0F0F0F0E0E0E0E, 0x0D0D0D0D0C0C0C0C, 0x0B0B0B0B0A0A0A0A, 0x0909090908080808,  //
+                                          0x0707070706060606, 0x0505050504040404, 0x0303030302020202, 0x0101010100000000);
+  return _mm512_srlv_epi16(_mm512_shuffle_epi8(_mm512_broadcast_i32x4(bytes), twice), _mm512_set1_epi32(4));
+}
+inline __m512i nibbles_in_dwords(__m128i bytes) {
+  const __m512i twice = _mm512_shuffle_epi32(_mm512_cvtepu8_epi64(bytes), _MM_PERM_CCAA);
+  return _mm512_srlv_epi32(twice, _mm512_set1_epi64(4));
+}
+#endif
+
 // The 16 values of a 4-bit codebook times a block's absmax, rounded to T (bf16 or fp16) once, twice in a row: vpermw
 // reads 5 bits of index, of which the top one then does not matter.
 template <class T>
@@ -20,13 +41,11 @@ struct ScaledCodebook {
     entries = narrow_floats<T>(products, products);
   }
 
-  // 16 bytes of codes -> 32 elements: 2 bytes become the 4 words of a qword; vpmultishiftqb puts bits 4, 0, 12 and 8
-  // onward at the bottom of each.
+  // 16 bytes of codes -> 32 elements.
   template <bool Stream>
   void decode(const uint8_t* codes, T* out) const {
-    const __m512i bytes = _mm512_cvtepu16_epi64(_mm_loadu_si128(reinterpret_cast<const __m128i*>(codes)));
-    const __m512i nibbles = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(0x0008000C00000004), bytes);
-    store_vector<Stream>(out, _mm512_permutexvar_epi16(nibbles, entries));
+    const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes));
+    store_vector<Stream>(out, _mm512_permutexvar_epi16(nibbles_in_words(bytes), entries));
   }
 };
 
@@ -37,13 +56,12 @@ struct ScaledCodebook<float> {
   ScaledCodebook(const float* codebook, float absmax)
       : entries(_mm512_mul_ps(_mm512_loadu_ps(codebook), _mm512_set1_ps(absmax))) {}
 
-  // 16 bytes of codes -> 32 elements: one byte becomes the 2 dwords of a qword, shifted by 4 and by 0.
+  // 16 bytes of codes -> 32 elements.
   template <bool Stream>
   void decode(const uint8_t* codes, float* out) const {
     for (int i = 0; i < 2; ++i) {
-      const __m512i bytes = _mm512_cvtepu8_epi64(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 8 * i)));
-      const __m512i nibbles = _mm512_multishift_epi64_epi8(_mm512_set1_epi64(4), bytes);
-      store_vector<Stream>(out + 16 * i, _mm512_castps_si512(_mm512_permutexvar_ps(nibbles, entries)));
+      const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes + 8 * i));
+      store_vector<Stream>(out + 16 * i, _mm512_castps_si512(_mm512_permutexvar_ps(nibbles_in_dwords(bytes), entries)));
     }
   }
 };

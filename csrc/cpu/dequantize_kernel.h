@@ -5,7 +5,7 @@
 #include "kernels.h"
 #include "simd/float_mode.h"
 
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512F__)
 #include "dequantize_avx512.h"
 #elif defined(__AVX2__)
 #include "dequantize_avx2.h"

@@ -1,8 +1,11 @@
 #include "isa.h"
 
+#include <algorithm>
 #include <cstdlib>
+#include <iterator>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 #include <torch/csrc/stable/library.h>
 
@@ -18,6 +21,12 @@
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_scalar();
 #if defined(HALFBYTE_HAVE_ISA_AVX2)
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2();
+#endif
+#if defined(HALFBYTE_HAVE_ISA_AVX512_BASE)
+extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512_base();
+#endif
+#if defined(HALFBYTE_HAVE_ISA_AVX512_VNNI)
+extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512_vnni();
 #endif
 #if defined(HALFBYTE_HAVE_ISA_AVX512)
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512();
@@ -40,14 +49,20 @@ bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
 }
 #endif
-#if defined(HALFBYTE_HAVE_ISA_AVX512)
-// Ice Lake and Zen 4 onward, with bf16: exactly the flags isa_avx512.cpp is compiled with.
-bool has_avx512() {
-  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq") &&
-         __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni") &&
-         __builtin_cpu_supports("avx512bf16");
+// Each asks for exactly the flags of setup.py that its isa_<name>.cpp is compiled with.
+#if defined(__x86_64__)
+// Skylake and Cascade Lake servers.
+[[maybe_unused]] bool has_avx512_base() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
+         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq");
 }
+// Ice Lake; and later ones whose virtual machine hides the rest.
+[[maybe_unused]] bool has_avx512_vnni() {
+  return has_avx512_base() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
+}
+// Zen 4, Sapphire Rapids.
+[[maybe_unused]] bool has_avx512() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
 #endif
 
 #if defined(HALFBYTE_HAVE_ISA_AMX)
@@ -74,6 +89,12 @@ const Candidate kCandidates[] = {
 #endif
 #if defined(HALFBYTE_HAVE_ISA_AVX512)
     {"avx512", has_avx512, halfbyte_kernels_avx512},
+#endif
+#if defined(HALFBYTE_HAVE_ISA_AVX512_VNNI)
+    {"avx512_vnni", has_avx512_vnni, halfbyte_kernels_avx512_vnni},
+#endif
+#if defined(HALFBYTE_HAVE_ISA_AVX512_BASE)
+    {"avx512_base", has_avx512_base, halfbyte_kernels_avx512_base},
 #endif
 #if defined(HALFBYTE_HAVE_ISA_AVX2)
     {"avx2", has_avx2, halfbyte_kernels_avx2},
@@ -108,10 +129,10 @@ const Kernels& kernels() {
 
 namespace {
 
-// The table in use, as an int because strings leak at the dispatcher: 0 scalar, 1 avx2, 2 avx512, 3 amx.
+// The table in use, as an int because strings leak at the dispatcher: the index in halfbyte._library.CPU_ISAS.
 int64_t cpu_isa() {
-  const std::string name = kernels().isa;
-  return name == "amx" ? 3 : name == "avx512" ? 2 : name == "avx2" ? 1 : 0;
+  constexpr const char* kNames[] = {"scalar", "avx2", "avx512_base", "avx512_vnni", "avx512", "amx"};
+  return std::find(std::begin(kNames), std::end(kNames), std::string_view(kernels().isa)) - std::begin(kNames);
 }
 
 }  // namespace

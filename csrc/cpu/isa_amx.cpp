@@ -3,11 +3,18 @@
 // cannot run it.
 #include "simd/avx512.h"
 
-#include "linear_decode_avx512.h"
+#include "linear_bfloat16_avx512.h"
 
 #include "int8_linear_avx512.h"
 
 #include "linear_amx.h"
+
+namespace halfbyte::cpu {
+namespace {
+using Products = ProductList<BFloat16Pairs, Float32>;
+using DirectProducts = Products;
+}  // namespace
+}  // namespace halfbyte::cpu
 
 #include "kernel_table.h"
 

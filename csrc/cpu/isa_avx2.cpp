@@ -8,6 +8,13 @@
 
 #include "int8_linear_avx2.h"
 
+namespace halfbyte::cpu {
+namespace {
+using Products = ProductList<Float32>;
+using DirectProducts = ProductList<Int16, Float32>;
+}  // namespace
+}  // namespace halfbyte::cpu
+
 #include "kernel_table.h"
 
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2() { return halfbyte::cpu::kernel_table("avx2"); }

@@ -2,9 +2,16 @@
 // file's copy of an inline function for CPUs that cannot run it.
 #include "simd/avx512.h"
 
-#include "linear_decode_avx512.h"
+#include "linear_bfloat16_avx512.h"
 
 #include "int8_linear_avx512.h"
+
+namespace halfbyte::cpu {
+namespace {
+using Products = ProductList<BFloat16Pairs, Float32>;
+using DirectProducts = Products;
+}  // namespace
+}  // namespace halfbyte::cpu
 
 #include "kernel_table.h"
 

@@ -6,6 +6,13 @@
 
 #include "int8_linear_scalar.h"
 
+namespace halfbyte::cpu {
+namespace {
+using Products = ProductList<Float32>;
+using DirectProducts = Products;
+}  // namespace
+}  // namespace halfbyte::cpu
+
 #include "kernel_table.h"
 
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_scalar() { return halfbyte::cpu::kernel_table("scalar"); }

@@ -29,9 +29,6 @@ struct Float32 {
   static Values broadcast(const float* p) { return _mm256_broadcast_ss(p); }
   static Vector multiply_add(Values a, Values b, Vector sum) { return _mm256_fmadd_ps(a, b, sum); }
 };
-struct Int16;  // linear_int16_avx2.h
-using Products = ProductList<Float32>;
-using DirectProducts = ProductList<Int16, Float32>;
 
 inline Vector zero_vector() { return _mm256_setzero_ps(); }
 inline void store_values(float* p, Vector v) { _mm256_storeu_ps(p, v); }

@@ -31,8 +31,6 @@ struct Float32 {
   static Values broadcast(const float* p) { return Vector{*p, *p, *p, *p}; }
   static Vector multiply_add(Values a, Values b, Vector sum) { return a * b + sum; }
 };
-using Products = ProductList<Float32>;
-using DirectProducts = Products;
 
 inline Vector zero_vector() { return Vector{}; }
 inline void store_values(float* p, Vector v) { memcpy(p, &v, sizeof v); }

@@ -1,4 +1,4 @@
-// Lists of the arithmetics that linear's kernels have in one ISA. Included once per ISA.
+// Lists of the arithmetics that linear's kernels have in one ISA. Included once per ISA; isa_<name>.cpp declares the lists.
 //
 // `DirectProducts` are those of `direct`, `Products` those of everything else; the last of both is Float32, which takes what no other is
 // meant for. An arithmetic is a type, `Product` in the kernels, that each linear_decode_<isa>.h declares its own of:

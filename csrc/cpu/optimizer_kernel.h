@@ -2,7 +2,7 @@
 // One kernel for every ISA on the vectors of optimizer_simd_<isa>.h; only IEEE operations, so all ISAs agree bit for bit.
 #pragma once
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include "optimizer_simd_avx512.h"
 #elif defined(__AVX2__)
 #include "optimizer_simd_avx2.h"

@@ -24,13 +24,27 @@ inline Floats load_as(const Float16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
 }
 inline void store_as(float* p, Floats x) { _mm512_storeu_ps(p, x); }
-// vcvtneps2bf16 rounds to nearest even, quiets NaN and flushes subnormals, which are zero here already.
+// To nearest even, NaN quiet.
+#if defined(__AVX512BF16__)
+// These instructions flush subnormals, which are zero here already.
 inline __m256i to_bfloat16(Floats x) { return reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)); }
+inline __m512i to_bfloat16(Floats a, Floats b) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)); }
+#else
+inline __m512i upper_bfloat16(Floats x) {  // the upper half of each lane; the lower one is waste
+  const __m512i b = _mm512_castps_si512(x), odd = _mm512_and_si512(_mm512_srli_epi32(b, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(b, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+  return _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), b, _mm512_set1_epi32(0x400000));
+}
+inline __m256i to_bfloat16(Floats x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_bfloat16(x), 16)); }
+inline __m512i to_bfloat16(Floats a, Floats b) {
+  const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
+                                         31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return _mm512_permutex2var_epi16(upper_bfloat16(a), upper, upper_bfloat16(b));
+}
+#endif
 inline __m256i to_float16(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline void store_as(BFloat16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bfloat16(x)); }
-inline void store_pair_as(BFloat16* p, Floats a, Floats b) {
-  _mm512_storeu_si512(p, reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(b, a)));
-}
+inline void store_pair_as(BFloat16* p, Floats a, Floats b) { _mm512_storeu_si512(p, to_bfloat16(a, b)); }
 inline void store_as(Float16* p, Floats x) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_float16(x));
 }
@@ -116,6 +130,7 @@ inline void store_first(Float16* p, Floats x, int64_t count) {
 inline Floats code_floats_of_first(const uint8_t* p, int64_t count, uint8_t rest) {
   return code_floats(_mm_mask_loadu_epi8(_mm_set1_epi8(char(rest)), first_lanes(count), p));
 }
+#if defined(__AVX512VBMI__)
 using CodeGroup = __m512i;
 inline CodeGroup load_code_group(const uint8_t* p) { return _mm512_loadu_si512(p); }
 inline Floats code_floats(const CodeGroup& group, int j) {
@@ -130,6 +145,11 @@ inline Floats code_floats(const CodeGroup& group, int j) {
   constexpr __mmask64 kLastBytes = 0x1111111111111111u;
   return _mm512_castsi512_ps(_mm512_mask_permutexvar_epi8(splat_bits(0x4C000000u), kLastBytes, _mm512_load_si512(kPlaces.at[j]), group));
 }
+#else
+using CodeGroup = const uint8_t*;
+inline CodeGroup load_code_group(const uint8_t* p) { return p; }
+inline Floats code_floats(CodeGroup group, int j) { return code_floats(group + j * kWidth); }
+#endif
 
 // Bytes 2 of 4 vectors' lanes, as packs leaves them: 4 of each vector, order mixed by 128 bits.
 [[gnu::always_inline]] inline __m512i mixed_codes(const Ints (&words)[4]) {

@@ -38,13 +38,13 @@ constexpr float kBucketsPerUnit = 15.0f;
 struct BucketTables {
   alignas(64) float nf4_threshold[32];  // of each bucket; infinite if it holds none
   alignas(64) float fp4_threshold[16];
-  alignas(64) uint8_t nf4_code[64];  // by bucket + 32 * (above its threshold)
-  alignas(64) uint8_t fp4_code[64];  // by bucket + 16 * (above its threshold) + 32 * (sign bit)
+  alignas(64) int32_t nf4_rank[32];  // thresholds below each bucket
+  alignas(64) int32_t fp4_rank[16];
   bool one_threshold_each;
 };
 
-// Fills threshold[b] and rank[b], rank[b + above], for buckets 0..count of which `zero` is the one around 0.
-constexpr bool fill_buckets(const float* thresholds, int n, int count, int zero, int above, float* threshold, uint8_t* rank) {
+// Fills threshold[b] and rank[b] for buckets 0..count of which `zero` is the one around 0.
+constexpr bool fill_buckets(const float* thresholds, int n, int count, int zero, float* threshold, int32_t* rank) {
   bool one_each = true;
   for (int b = 0; b < count; ++b) {
     const double slack = 1e-5;  // far more than the product with 15 can be off
@@ -59,27 +59,21 @@ constexpr bool fill_buckets(const float* thresholds, int n, int count, int zero,
       }
     }
     one_each = one_each && inside <= 1;
-    rank[b] = uint8_t(below);
-    rank[b + above] = uint8_t(below + 1);
+    rank[b] = below;
   }
   return one_each;
 }
 
 constexpr BucketTables make_bucket_tables() {
   BucketTables t{};
-  t.one_threshold_each = fill_buckets(kNF4Thresholds.value, 15, 32, 16, 32, t.nf4_threshold, t.nf4_code) &&
-                         fill_buckets(kFP4Thresholds.value, 7, 16, 0, 16, t.fp4_threshold, t.fp4_code);
-  for (int i = 0; i < 32; ++i) {
-    const uint8_t code = kFP4Ascending[t.fp4_code[i] & 7];
-    t.fp4_code[i] = code;
-    t.fp4_code[i + 32] = uint8_t(code ? code | 8 : 0);
-  }
+  t.one_threshold_each = fill_buckets(kNF4Thresholds.value, 15, 32, 16, t.nf4_threshold, t.nf4_rank) &&
+                         fill_buckets(kFP4Thresholds.value, 7, 16, 0, t.fp4_threshold, t.fp4_rank);
   return t;
 }
 inline constexpr BucketTables kBucketTables = make_bucket_tables();
 static_assert(kBucketTables.one_threshold_each);
 
-// Table index of 16 elements, in dwords, without the bits that follow from the masks.
+// Bucket of 16 elements, in dwords; the bits above are waste.
 inline __m512i buckets(__m512 v, float shift) {
   // 1.5 * 2^23 has its last bit worth 1: the sum's low bits are v * 15 + shift, rounded.
   const __m512 sum = _mm512_fmadd_ps(v, _mm512_set1_ps(kBucketsPerUnit), _mm512_set1_ps(12582912.0f + shift));
@@ -93,28 +87,42 @@ inline __m256i join_bytes(__m512i low, __m512i high) {  // the low bytes of 32 d
 // 32 elements -> 16 bytes of codes of x * reciprocal. Beyond: the products may lie outside [-1, 1].
 template <class T, bool FP4, bool Beyond>
 inline void encode_4bit(const T* x, float reciprocal, uint8_t* codes) {
+  constexpr auto& t = kBucketTables;
   const __m512 scale = _mm512_set1_ps(reciprocal), one = _mm512_set1_ps(1.0f);
-  __m512i bucket[2];
-  __mmask16 above[2], negative[2];
+  __m512i rank[2];
 #pragma GCC unroll 2
   for (int i = 0; i < 2; ++i) {
     __m512 v = _mm512_mul_ps(load_floats(x + 16 * i), scale);
-    negative[i] = _mm512_movepi32_mask(_mm512_castps_si512(v));
+    const __mmask16 negative = _mm512_movepi32_mask(_mm512_castps_si512(v));
     if (FP4) v = _mm512_abs_ps(v);
     if (Beyond) v = _mm512_max_ps(_mm512_min_ps(v, one), _mm512_set1_ps(-1.0f));
-    bucket[i] = buckets(v, FP4 ? 0.0f : 16.0f);
-    const __m512 threshold =
-        FP4 ? _mm512_permutexvar_ps(bucket[i], _mm512_load_ps(kBucketTables.fp4_threshold))
-            : _mm512_permutex2var_ps(_mm512_load_ps(kBucketTables.nf4_threshold), bucket[i],
-                                     _mm512_load_ps(kBucketTables.nf4_threshold + 16));
-    above[i] = _mm512_cmp_ps_mask(v, threshold, _CMP_GT_OQ);
+    const __m512i bucket = buckets(v, FP4 ? 0.0f : 16.0f);
+    __m512 threshold;
+    if constexpr (FP4) {
+      threshold = _mm512_permutexvar_ps(bucket, _mm512_load_ps(t.fp4_threshold));
+      rank[i] = _mm512_permutexvar_epi32(bucket, _mm512_load_si512(t.fp4_rank));
+    } else {
+      threshold = _mm512_permutex2var_ps(_mm512_load_ps(t.nf4_threshold), bucket, _mm512_load_ps(t.nf4_threshold + 16));
+      rank[i] = _mm512_permutex2var_epi32(_mm512_load_si512(t.nf4_rank), bucket, _mm512_load_si512(t.nf4_rank + 16));
+    }
+    const __mmask16 above = _mm512_cmp_ps_mask(v, threshold, _CMP_GT_OQ);
+    rank[i] = _mm512_mask_add_epi32(rank[i], above, rank[i], _mm512_set1_epi32(1));
+    if (FP4) rank[i] = _mm512_mask_add_epi32(rank[i], negative, rank[i], _mm512_set1_epi32(8));
   }
-  __m256i index = join_bytes(bucket[0], bucket[1]);
-  index = _mm256_mask_add_epi8(index, _mm512_kunpackw(above[1], above[0]), index, _mm256_set1_epi8(FP4 ? 16 : 32));
-  if (FP4) index = _mm256_mask_add_epi8(index, _mm512_kunpackw(negative[1], negative[0]), index, _mm256_set1_epi8(32));
-  const uint8_t* code = FP4 ? kBucketTables.fp4_code : kBucketTables.nf4_code;
-  const __m256i bytes = _mm256_permutex2var_epi8(_mm256_load_si256(reinterpret_cast<const __m256i*>(code)), index,
-                                                 _mm256_load_si256(reinterpret_cast<const __m256i*>(code + 32)));
+  __m256i bytes = join_bytes(rank[0], rank[1]);
+  if constexpr (FP4) {
+    static constexpr auto kCodes = [] {
+      struct {
+        alignas(16) uint8_t of_rank[16];  // + 8: of negative ones
+      } table{};
+      for (int i = 0; i < 8; ++i) {
+        table.of_rank[i] = kFP4Ascending[i];
+        table.of_rank[i + 8] = uint8_t(kFP4Ascending[i] ? kFP4Ascending[i] | 8 : 0);
+      }
+      return table;
+    }();
+    bytes = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_load_si128(reinterpret_cast<const __m128i*>(kCodes.of_rank))), bytes);
+  }
   const __m256i pairs = _mm256_maddubs_epi16(bytes, _mm256_set1_epi16(0x0110));  // 16 * even element + odd element
   _mm_storeu_si128(reinterpret_cast<__m128i*>(codes), _mm256_cvtepi16_epi8(pairs));
 }

@@ -32,7 +32,7 @@ inline uint8_t float_to_int8(float v) {
 }  // namespace
 }  // namespace halfbyte::cpu
 
-#if defined(__AVX512VBMI__)
+#if defined(__AVX512F__)
 #include "quantize_avx512.h"
 #elif defined(__AVX2__)
 #include "quantize_avx2.h"

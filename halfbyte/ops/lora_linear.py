@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
+from halfbyte._library import CPU_ISAS, differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, with_columns
@@ -18,6 +18,7 @@ _lora_linear = overload("lora_linear")
 _backward_input = overload("lora_linear_backward_input")
 _eager_lora_linear, _eager_backward_input = eager("lora_linear"), eager("lora_linear_backward_input")
 _cpu_isa = overload("cpu_isa")
+_FIRST_WITH_BF16 = CPU_ISAS.index("avx512")
 
 
 def lora_linear(
@@ -149,7 +150,7 @@ def _matrix(t: Tensor) -> Tensor:
 
 def _multiplied(projected: Tensor) -> torch.dtype:
     """What thin products of `projected`'s dtype are computed in: CPUs without bfloat16 units are faster in float32."""
-    if projected.device.type != "cpu" or (projected.dtype == torch.bfloat16 and _cpu_isa() >= 2):
+    if projected.device.type != "cpu" or (projected.dtype == torch.bfloat16 and _cpu_isa() >= _FIRST_WITH_BF16):
         return projected.dtype
     return torch.float32
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,6 @@ from halfbyte import ops, reference_error_feedback
 from halfbyte.formats import Format
 
 ROOT = Path(__file__).parents[2]
-ISAS = ("scalar", "avx2", "avx512", "amx")
 FORMATS = ("nf4", "nf4:32", "fp4", "nf4-dq", "fp4-dq:32", "int8", "fp8")
 CANDIDATES = torch.tensor([1.1, 1.0, 0.9])
 
@@ -124,16 +121,5 @@ def test_wrong_types_name_the_argument() -> None:
         ops.error_feedback(weight, factor, importance, [1.0])  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("isa", ISAS)
-def test_everything_here_under_another_isa(isa: str) -> None:
-    if "HALFBYTE_CPU_ISA" in os.environ:
-        pytest.skip("this is the run under another instruction set")
-    env = {**os.environ, "HALFBYTE_CPU_ISA": isa, "OMP_NUM_THREADS": "1"}
-    probe = [sys.executable, "-c", "import torch, halfbyte; torch.ops.halfbyte.cpu_isa()"]
-    found = subprocess.run(probe, env=env, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-    if found.returncode:
-        assert "this CPU does not have it" in found.stderr or "unknown, this build has" in found.stderr, found.stderr
-        pytest.skip(found.stderr.strip().splitlines()[-1])
-    command = [sys.executable, "-m", "pytest", "--import-mode=importlib", "-q", str(Path(__file__)), "-k", "oracle"]
-    run = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
-    assert run.returncode == 0, run.stdout + run.stderr
+def test_everything_here_under_another_isa(other_isa: Any) -> None:
+    other_isa.tests(__file__, "oracle")

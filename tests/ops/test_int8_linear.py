@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -76,13 +74,6 @@ def test_what_is_not_a_number_stays_in_its_row_and_token() -> None:
         assert y[2:, finite].isfinite().all()
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2"])
-def test_other_instruction_sets(isa: str) -> None:
-    """The bits above on an ISA that the CPU has but would not choose."""
-    if "HALFBYTE_CPU_ISA" in os.environ or ("scalar", "avx2").index(isa) >= torch.ops.halfbyte.cpu_isa():
-        pytest.skip("one ISA was asked for, or it is the one in use, or this CPU does not have it")
-    selected = "bit or block or sums or number"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib", "-k", selected, __file__]
-    env = {**os.environ, "HALFBYTE_CPU_ISA": isa}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+def test_other_instruction_sets(other_isa: Any) -> None:
+    """The bits above on the ISAs that the CPU has but would not choose."""
+    other_isa.tests(__file__, "bit or block or sums or number")

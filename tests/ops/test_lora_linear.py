@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -210,15 +208,9 @@ def test_a_layer_that_quantizes_its_activations_takes_no_branch() -> None:
         layer(x, lora=(a, b, 1.0))
 
 
-@pytest.mark.parametrize("isa", ["scalar", "avx2"])
-def test_other_instruction_sets(isa: str) -> None:
-    """The values and gradients above on an ISA that the CPU has but would not choose."""
-    if "HALFBYTE_CPU_ISA" in os.environ or ("scalar", "avx2").index(isa) >= torch.ops.halfbyte.cpu_isa():
-        pytest.skip("one ISA was asked for, or it is the one in use, or this CPU does not have it")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "--import-mode=importlib", "-k", "values or bit", __file__]
-    env = {**os.environ, "HALFBYTE_CPU_ISA": isa}
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stdout[-3000:]
+def test_other_instruction_sets(other_isa: Any) -> None:
+    """The values and gradients above on the ISAs that the CPU has but would not choose."""
+    other_isa.tests(__file__, "values or bit")
 
 
 def test_functorch_transforms() -> None:

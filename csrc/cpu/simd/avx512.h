@@ -1,4 +1,4 @@
-// Vectors of 16 floats for AVX-512 (F, BW, VL, DQ, VBMI): exact loads and conversions of every element type, non-temporal
+// Vectors of 16 floats for AVX-512 (F, BW, VL, DQ): exact loads and conversions of every element type, non-temporal
 // stores. vcvtneps2bf16 is not used: it flushes subnormals, which the rules keep.
 #pragma once
 

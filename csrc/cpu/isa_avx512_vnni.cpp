@@ -1,0 +1,19 @@
+// The kernels compiled for avx512_vnni: AVX-512 as Ice Lake has it, with VNNI and VBMI, but without bf16, which is multiplied in
+// fp32. Nothing here may include STL or torch headers: the linker would be free to keep this file's copy of an inline function for
+// CPUs that cannot run it.
+#include "simd/avx512.h"
+
+#include "linear_decode_avx512.h"
+
+#include "int8_linear_avx512.h"
+
+namespace halfbyte::cpu {
+namespace {
+using Products = ProductList<Float32>;
+using DirectProducts = Products;
+}  // namespace
+}  // namespace halfbyte::cpu
+
+#include "kernel_table.h"
+
+extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512_vnni() { return halfbyte::cpu::kernel_table("avx512_vnni"); }

@@ -1,0 +1,181 @@
+// linear on bf16 with AVX-512's bf16 units: pairs of elements, weights rounded to bf16 as in a dense bf16 layer. Included after
+// linear_decode_avx512.h.
+#pragma once
+
+#include "linear_decode_avx512.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+// Two bf16 elements in each unit: vdpbf16ps adds both products to one fp32 sum.
+struct BFloat16Pairs {
+  static constexpr Compute kCompute = Compute::kBFloat16;
+  static constexpr int kDirectTokens = 8;
+  static constexpr int kVectors = 4;
+  static constexpr int kUnitElements = 2;
+  using Element = BFloat16;
+  using Values = __m512i;
+  using Sum = Vector;
+  static Sum load_sums(const float* p) { return _mm512_loadu_ps(p); }
+  static void store_sums(float* p, Sum v) { _mm512_storeu_ps(p, v); }
+  static Values load(const float* p) { return _mm512_loadu_si512(p); }
+  static Values broadcast(const float* p) {
+    int32_t pair;
+    memcpy(&pair, p, 4);
+    return _mm512_set1_epi32(pair);
+  }
+  static Vector multiply_add(Values a, Values b, Vector sum) {
+    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+  }
+};
+
+// 128 bf16 in the order of element_at: word i of vector j is element 4 i + (j ^ 1).
+inline void order_words(const BFloat16* x, BFloat16* out) {
+  const __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + 32), c = _mm512_loadu_si512(x + 64), d = _mm512_loadu_si512(x + 96);
+  const __m512i fourth = _mm512_set_epi16(60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0,  //
+                                          60, 56, 52, 48, 44, 40, 36, 32, 28, 24, 20, 16, 12, 8, 4, 0);
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; ++j) {
+    const __m512i index = _mm512_add_epi16(fourth, _mm512_set1_epi16(int16_t(j ^ 1)));
+    const __m512i low = _mm512_permutex2var_epi16(a, index, b), high = _mm512_permutex2var_epi16(c, index, d);
+    _mm512_storeu_si512(out + 32 * j, _mm512_inserti64x4(low, _mm512_castsi512_si256(high), 1));
+  }
+}
+
+// What the codes 0 to 127 of a format stand for; fp8: divided by 256, as fp8_values gives them.
+struct Magnitudes {
+  alignas(64) float int8[128], fp8[128];
+
+  constexpr Magnitudes() : int8(), fp8() {
+    for (int i = 0; i < 128; ++i) {
+      int8[i] = float(i);
+      float power = 1.0f / (1 << 17);  // of a step of the subnormal numbers
+      for (int e = 1; e < i / 8; ++e) power *= 2.0f;
+      fp8[i] = float(i < 8 ? i : 8 + i % 8) * power;
+    }
+    fp8[127] = __builtin_nanf("");
+  }
+};
+constexpr Magnitudes kMagnitudes;
+
+// A row of 8-bit codes for bf16 products: every magnitude times the row's scale, rounded to bf16 once, as two tables of
+// bytes. Two look-ups of 64 bytes each take the place of three conversions and a product for every 16 codes.
+struct RowTable : RowScale {
+  __m512i low[2], high[2];
+
+  void load(const uint8_t* row, const RowLayout& l, int64_t start, int64_t count) {
+    RowScale::load(row, l, start, count);
+    const __m512 factor = _mm512_set1_ps(l.format == kFP8 ? value * 256.0f : value);
+    const __m512i even_bytes = _mm512_set_epi8(126, 124, 122, 120, 118, 116, 114, 112, 110, 108, 106, 104, 102, 100, 98, 96,  //
+                                               94, 92, 90, 88, 86, 84, 82, 80, 78, 76, 74, 72, 70, 68, 66, 64,              //
+                                               62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32,              //
+                                               30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    const __m512i odd_bytes = _mm512_or_si512(even_bytes, _mm512_set1_epi8(1));
+    const float* magnitudes = l.format == kFP8 ? kMagnitudes.fp8 : kMagnitudes.int8;
+    __m512i words[4];
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      __m512 exact[2];
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; ++j) exact[j] = _mm512_mul_ps(_mm512_load_ps(magnitudes + 32 * i + 16 * j), factor);
+      words[i] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(exact[1], exact[0]));
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      low[i] = _mm512_permutex2var_epi8(words[2 * i], even_bytes, words[2 * i + 1]);
+      high[i] = _mm512_permutex2var_epi8(words[2 * i], odd_bytes, words[2 * i + 1]);
+    }
+  }
+};
+
+template <Codes codes>
+struct BFloat16Scales {
+  using Type = RowTable;
+};
+template <Codes codes>
+  requires(four_bit(codes))
+struct BFloat16Scales<codes> {
+  using Type = typename ScalesOf<codes>::Type;
+};
+
+template <Codes codes>
+struct Decoder<BFloat16Pairs, codes> {
+  using Exact = Decoder<Float32, codes>;
+  using Scales = typename BFloat16Scales<codes>::Type;
+  static constexpr int kCodeBytes = Exact::kCodeBytes;
+  Exact exact;
+
+  explicit Decoder(const RowLayout& l) : exact(l) {}
+
+  // Two blocks' codebooks times their scales, rounded to bf16: the values `dequantize` gives.
+  __m512i rounded_tables(float scale_low, float scale_high) const {
+    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_mul_ps(exact.table, _mm512_set1_ps(scale_high)),
+                                                         _mm512_mul_ps(exact.table, _mm512_set1_ps(scale_low))));
+  }
+
+  void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512i v[4]) const {
+    if constexpr (four_bit(codes)) {
+      const __m512i bytes = _mm512_loadu_si512(c), mask = _mm512_set1_epi16(15);
+      const int64_t step = 4 * group;
+      if constexpr (codes == Codes::kFourBit32) {
+        const __m512i low = rounded_tables(s.at(step), s.at(step + 1)), high = rounded_tables(s.at(step + 2), s.at(step + 3));
+        const __m512i base = _mm512_inserti64x4(_mm512_castsi256_si512(block_base(0, 16)), block_base(32, 48), 1);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const __m512i index = _mm512_ternarylogic_epi32(_mm512_srli_epi16(bytes, 4 * i), mask, base, 0xEA);  // (a & b) | c
+          v[i] = _mm512_permutex2var_epi16(low, index, high);
+        }
+      } else {
+        const __m512i both = rounded_tables(s.at(step), s.at(step + 2));
+        const __m512i base = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi16(16), 1);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+          v[i] = _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(_mm512_srli_epi16(bytes, 4 * i), mask, base, 0xEA), both);
+      }
+    } else {
+      const __m512i sign = _mm512_set1_epi8(int8_t(0x80));
+      const __m512i halves = _mm512_setr_epi64(0, 4, 1, 5, 2, 6, 3, 7);  // unpacking then leaves elements in order
+      __m512i bytes[2];
+      for (int i = 0; i < 2; ++i) bytes[i] = _mm512_permutexvar_epi64(halves, _mm512_loadu_si512(c + 64 * i));
+      if constexpr (codes == Codes::kInt8) {
+        // -128 is no magnitude of the table; `quantize` never writes it.
+        if (_mm512_cmpeq_epi8_mask(bytes[0], sign) | _mm512_cmpeq_epi8_mask(bytes[1], sign)) return converted(c, s, v);
+      }
+#pragma GCC unroll 2
+      for (int i = 0; i < 2; ++i) {
+        const __m512i magnitude = codes == Codes::kInt8 ? _mm512_abs_epi8(bytes[i]) : bytes[i];  // look-ups use 7 bits
+        const __m512i low = _mm512_permutex2var_epi8(s.low[0], magnitude, s.low[1]);
+        __m512i high = _mm512_permutex2var_epi8(s.high[0], magnitude, s.high[1]);
+        high = _mm512_ternarylogic_epi32(high, bytes[i], sign, 0xF8);  // a | (b & c)
+        v[2 * i] = _mm512_unpacklo_epi8(low, high);
+        v[2 * i + 1] = _mm512_unpackhi_epi8(low, high);
+      }
+    }
+  }
+
+  [[gnu::noinline]] void converted(const uint8_t* c, const Scales& s, __m512i v[4]) const {
+    __m512 values[8];
+    exact.scaled(c, s, 0, values);
+    for (int i = 0; i < 4; ++i) v[i] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(values[2 * i + 1], values[2 * i]));
+  }
+
+  static __m256i block_base(int16_t low, int16_t high) {
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_set1_epi16(low)), _mm_set1_epi16(high), 1);
+  }
+};
+
+// 128 columns of rows n (even) and n + 1 (odd) as pairs: column c of `out` holds both rows' elements. Order is kept.
+inline void interleave(const __m512i* even, const __m512i* odd, __m512i* out) {
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; ++i) {
+    const __m512i low_even = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(even[i]));
+    const __m512i low_odd = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(odd[i]));
+    const __m512i high_even = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(even[i], 1));
+    const __m512i high_odd = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(odd[i], 1));
+    out[2 * i] = _mm512_or_si512(low_even, _mm512_slli_epi32(low_odd, 16));
+    out[2 * i + 1] = _mm512_or_si512(high_even, _mm512_slli_epi32(high_odd, 16));
+  }
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu
