@@ -1,6 +1,6 @@
 """Sets the CPU kernels' targets beside what was measured, per instruction set, from the committed results.
 
-    python benchmarks/cpu_targets.py     # results/{dequantize,...}-{amx,avx512,avx2,scalar}.json -> cpu-targets.json
+    python benchmarks/cpu_targets.py     # results/{dequantize,...}-{amx,avx512,...}.json -> cpu-targets.json
 
 A cell says how often our time fits into the peer's, and which share of the floor (a copy or a read of as many bytes, in the
 same rounds) is reached. Goals are those of the design for machines with AVX-512 (with or without AMX) and with AVX2.
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 RESULTS = Path(__file__).parent / "results"
-ISAS = ("amx", "avx512", "avx2", "scalar")
+ISAS = ("amx", "avx512", "avx512_vnni", "avx2", "scalar")
 
 
 class Target(NamedTuple):
@@ -77,7 +77,7 @@ def cell(target: Target, isa: str) -> str:
 
 def main() -> None:
     """Writes results/cpu-targets.json."""
-    columns = ["work", "over", "goal amx, avx512", "goal avx2", *(f"measured {isa}" for isa in ISAS)]
+    columns = ["work", "over", "goal amx, avx512*", "goal avx2", *(f"measured {isa}" for isa in ISAS)]
     rows = [[t.label, t.peer, *t.goals, *(cell(t, isa) for isa in ISAS)] for t in TARGETS]
     sources = {path.name: json.loads(path.read_text())["environment"] for path in RESULTS.glob("*-*.json")}
     used = {name: env for name, env in sources.items() if name.removesuffix(".json").split("-")[-1] in ISAS}
@@ -88,7 +88,7 @@ def main() -> None:
     machines = "; ".join(f"{isa} {seen(isa, 'cpu')}, {seen(isa, 'threads')} threads" for isa in ISAS)
     title = (
         "Targets of the CPU kernels beside the measured ratios (peer's time over ours) and shares of the floor; results of "
-        f"the other sections. {machines}; avx2 and scalar are forced: halfbyte by "
+        f"the other sections. {machines}; avx2 and scalar are forced on machines that have more: halfbyte by "
         "HALFBYTE_CPU_ISA, torch by its own switches where its section says so; bitsandbytes has none and uses AVX-512 "
         "in every column."
     )

@@ -56,11 +56,10 @@ void backward(const uint8_t* packed, int64_t rows, int32_t format, int64_t block
               int64_t split, void* units, void* out) {
   const RowLayout l = row_layout(format, block_size, K);
   constexpr Compute kPairs = Compute::kBFloat16;
-  const int64_t groups = (K + table.group - 1) / table.group, stride = round_up((rows + 1) / 2, table.in(kPairs).unit_multiple);
-  table.prepare_rows(grad, DType::kBFloat16, tokens, rows, kPairs, 0, split, units);
-  table.prepare_rows(grad, DType::kBFloat16, tokens, rows, kPairs, split, tokens, units);
-  table.backward(packed, rows, 0, groups, l, kPairs, units, stride, tokens, nullptr, LinearOutput{out, nullptr, K, DType::kBFloat16},
-                 scratch);
+  const int64_t groups = (K + table.group - 1) / table.group;
+  table.prepare_gradients(grad, DType::kBFloat16, tokens, rows, kPairs, 0, split, units);
+  table.prepare_gradients(grad, DType::kBFloat16, tokens, rows, kPairs, split, tokens, units);
+  table.backward(packed, rows, 0, groups, l, kPairs, units, tokens, nullptr, LinearOutput{out, nullptr, K, DType::kBFloat16}, scratch);
 }
 
 // x (tokens, row_bytes) int8 rows times packed int8 rows -> out (tokens, rows) fp32.

@@ -6,18 +6,19 @@
 namespace halfbyte::cpu {
 namespace {
 
-// A panel of decoded weights, columns x units of N, in L2; with it go a copy of the gradients that meet it and the sums.
+// A panel of decoded weights, columns x units of N, in L2; beside it are the gradients that meet it and the sums.
 struct BackwardShape {
   int64_t columns, units;
   constexpr int64_t padded_units() const { return units + 1; }  // 1 more: a row's columns would share an L1 set
   constexpr int64_t panel_floats() const { return padded_units() * columns; }
   constexpr int64_t sums_stride() const { return columns + 16; }
-  constexpr int64_t gradients_stride() const { return units + 16; }
-  constexpr int64_t scratch_floats(int64_t tokens) const { return panel_floats() + tokens * (gradients_stride() + sums_stride()); }
+  constexpr int64_t scratch_floats(int64_t tokens) const { return panel_floats() + tokens * sums_stride(); }
 };
 constexpr BackwardShape kBackwardMany{256, 128};
 // With few tokens reading the weight counts, and 256 columns of a row are 2 cache lines in a page of their own.
 constexpr BackwardShape kBackwardFew{1024, 32};
+
+constexpr const BackwardShape& backward_shape(int64_t tokens) { return tokens <= kFewTokens ? kBackwardFew : kBackwardMany; }
 
 template <class Product>
 inline void backward_vectors(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride,
@@ -35,8 +36,8 @@ inline void backward_vectors(int64_t tokens, const float* a, int64_t a_stride, c
   }
 }
 
-// How gradients (tokens, units of N) meet a panel, which is stored by runs of kRun columns, unit after unit: broadcast from a copy
-// of what the panel meets. (Rows of the whole matrix are often a power of two apart, in the same sets of L1.)
+// How gradients (tokens, units of N) meet a panel, which is stored by runs of kRun columns, unit after unit: broadcast from the
+// panel's own part of them, token after token. (Rows of the whole matrix are often a power of two apart, in the same sets of L1.)
 template <class Product>
 struct BackwardLayout {
   struct Gradients {
@@ -46,13 +47,21 @@ struct BackwardLayout {
   };
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
 
-  // Units [first_unit, + count) of `grads`, whose rows are `stride` units apart.
-  static Gradients gradients(const BackwardShape& shape, const float* grads, int64_t stride, int64_t tokens, int64_t all_units,
-                             int64_t first_unit, int64_t count, float* copy) {
-    grads += first_unit;
-    for (int64_t m = 0; m < tokens; ++m) memcpy(copy + m * shape.gradients_stride(), grads + m * stride, size_t(4 * count));
-    const bool last = first_unit + count == all_units;
-    return {copy, shape.gradients_stride(), {last ? nullptr : reinterpret_cast<const uint8_t*>(grads + count), 4 * stride, 16}};
+  static constexpr int64_t kTokensTogether = 1;
+  static constexpr int64_t kTokenUnits = kBackwardMany.units;  // the units of a prepared token are a multiple
+  static_assert(kTokenUnits % kBackwardFew.units == 0);
+
+  // Units of a token that lie together, and where those from `unit` on are in prepared gradients.
+  static int64_t run_units(const BackwardShape& shape) { return shape.units; }
+  static int64_t unit_at(const BackwardShape& shape, int64_t tokens, int64_t /*all_units*/, int64_t m, int64_t unit) {
+    return unit * tokens + m * shape.units;
+  }
+
+  // What meets the panel of units from `unit` on.
+  static Gradients gradients(const BackwardShape& shape, const float* prepared, int64_t tokens, int64_t all_units, int64_t unit) {
+    const auto at = [&](int64_t u) { return prepared + unit_at(shape, tokens, all_units, 0, u); };
+    const int64_t next = unit + shape.units;
+    return {at(unit), shape.units, {next < all_units ? reinterpret_cast<const uint8_t*>(at(next)) : nullptr, 4 * shape.units, 16}};
   }
 
   // Where the sum of token m and column c lies, those of kLanes columns together.
@@ -74,11 +83,18 @@ template <class Product>
 struct BackwardLayout<Product> {
   static constexpr int64_t kRun = kTileSide;
 
-  static TileOperand gradients(const BackwardShape&, const float* grads, int64_t /*stride*/, int64_t tokens, int64_t all_units,
-                               int64_t first_unit, int64_t /*count*/, float* /*copy*/) {
+  static constexpr int64_t kTokensTogether = kTileSide;
+  static constexpr int64_t kTokenUnits = kTileSide;
+
+  static int64_t run_units(const BackwardShape&) { return kTileSide; }
+  static int64_t unit_at(const BackwardShape&, int64_t tokens, int64_t all_units, int64_t m, int64_t unit) {
+    return tile_at<Product>(all_units, strips_of(tokens), m / kTileSide, unit) + m % kTileSide * kTileSide;
+  }
+
+  static TileOperand gradients(const BackwardShape& shape, const float* prepared, int64_t tokens, int64_t all_units, int64_t unit) {
     constexpr int64_t kTogether = kPanelUnits<Product>;  // units whose tiles lie together
-    const int64_t left = all_units - first_unit / kTogether * kTogether, together = kTogether < left ? kTogether : left;
-    return whole_tiles(grads + tile_at<Product>(all_units, strips_of(tokens), 0, first_unit), together * kTileSide);
+    const int64_t left = all_units - unit / kTogether * kTogether, together = kTogether < left ? kTogether : left;
+    return whole_tiles(prepared + unit_at(shape, tokens, all_units, 0, unit), together * kTileSide);
   }
 
   static int64_t sum_at(const BackwardShape& shape, int64_t m, int64_t c) {
@@ -98,6 +114,30 @@ struct BackwardLayout<Product> {
   }
 };
 #endif
+
+template <class Product>
+constexpr int64_t units_of(int64_t elements) {
+  return (elements + Product::kUnitElements - 1) / Product::kUnitElements;
+}
+
+// (tokens, columns) -> prepared gradients of tokens [begin, end), zeros past the last column; `begin` is a multiple of kTokensTogether.
+template <class Product, class T>
+void pack_gradients(const T* matrix, int64_t tokens, int64_t columns, int64_t begin, int64_t end, void* units) {
+  using L = BackwardLayout<Product>;
+  using E = typename Product::Element;
+  const BackwardShape& shape = backward_shape(tokens);
+  const int64_t all = round_up(units_of<Product>(columns), kUnitMultiple<Product>), run = L::run_units(shape);
+  for (int64_t m = begin; m < end; ++m) {
+    const T* row = matrix + m * columns;
+    for (int64_t u = 0; u < all; u += run) {
+      E* out = reinterpret_cast<E*>(static_cast<float*>(units) + L::unit_at(shape, tokens, all, m, u));
+      const int64_t first = u * Product::kUnitElements, room = run * Product::kUnitElements;
+      const int64_t given = columns - first < room ? columns - first : room;
+      for (int64_t i = 0; i < given; ++i) convert(out[i], row[first + i]);
+      for (int64_t i = given; i < room; ++i) convert(out[i], 0.0f);
+    }
+  }
+}
 
 // Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, out) writes `columns` elements of row n in decode
 // order.
@@ -135,37 +175,36 @@ inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t columns,
 
 template <class Product, Codes codes>
 void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, const void* grad,
-              int64_t grad_stride, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
+              int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   using L = BackwardLayout<Product>;
   constexpr int kElements = Product::kUnitElements;
   constexpr int64_t kGroupUnits = kGroup / kElements;
   const Decoder<Product, codes> decoder(l);
-  const BackwardShape shape = tokens <= kFewTokens ? kBackwardFew : kBackwardMany;
+  const BackwardShape& shape = backward_shape(tokens);
   const int64_t column_groups = shape.columns / kGroup;
   [[maybe_unused]] const typename Layout<Product>::Scope scope{};
   float* panel = static_cast<float*>(scratch);
-  float* copy = panel + shape.panel_floats();
-  float* sums = copy + tokens * shape.gradients_stride();
+  float* sums = panel + shape.panel_floats();
   for (int64_t g0 = group_begin; g0 < group_end; g0 += column_groups) {
     const int64_t groups = g0 + column_groups < group_end ? column_groups : group_end - g0;
     bool first = true;
     // sums (+)= grads (tokens, reduced rows) @ rows (reduced, columns)
-    const auto accumulate = [&](int64_t reduced_rows, const void* grads, int64_t stride, const auto& row) {
-      const int64_t reduced = round_up((reduced_rows + kElements - 1) / kElements, kUnitMultiple<Product>);
+    const auto accumulate = [&](int64_t reduced_rows, const void* grads, const auto& row) {
+      const int64_t reduced = round_up(units_of<Product>(reduced_rows), kUnitMultiple<Product>);
       for (int64_t u0 = 0; u0 < reduced; u0 += shape.units, first = false) {
         const int64_t units = u0 + shape.units < reduced ? shape.units : reduced - u0;
         fill_panel<Product>(reduced_rows, u0 * kElements, units, groups * kGroup, shape, panel, row);
-        const auto a = L::gradients(shape, static_cast<const float*>(grads), stride, tokens, reduced, u0, units, copy);
+        const auto a = L::gradients(shape, static_cast<const float*>(grads), tokens, reduced, u0);
         L::multiply(shape, a, tokens, units, panel, groups * kGroup, sums, first);
       }
     };
-    accumulate(rows, grad, grad_stride, [&](int64_t n, float* out) {
+    accumulate(rows, grad, [&](int64_t n, float* out) {
       const uint8_t* row = packed + n * l.row_bytes;
       const uint8_t* next = row + kRowsAhead * l.row_bytes + g0 * Decoder<Product, codes>::kCodeBytes;
       decode_row<Product, codes>(decoder, row, l, g0, groups, out, nullptr, next);
     });
     if (low_rank) {
-      accumulate(low_rank->rank, low_rank->input, low_rank->stride, [&](int64_t n, float* out) {
+      accumulate(low_rank->rank, low_rank->input, [&](int64_t n, float* out) {
         const float* source = static_cast<const float*>(low_rank->weight) + (g0 * low_rank->rank + n) * kGroupUnits;
         for (int64_t g = 0; g < groups; ++g, source += low_rank->rank * kGroupUnits, out += kGroupUnits)
           memcpy(out, source, kGroupUnits * sizeof(float));

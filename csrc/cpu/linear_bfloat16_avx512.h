@@ -3,9 +3,25 @@
 #pragma once
 
 #include "linear_decode_avx512.h"
+#include "simd/avx512.h"
 
 namespace halfbyte::cpu {
 namespace {
+
+// The CPU's two instructions on bf16; with HALFBYTE_EMULATE_BF16 (tests/test_amx_kernels.py) what does the same without.
+#if !defined(HALFBYTE_EMULATE_BF16)
+inline __m512i round_pair(__m512 low, __m512 high) { return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(high, low)); }
+inline __m512 add_products(__m512i a, __m512i b, __m512 sum) {
+  return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
+}
+#else
+inline __m512i round_pair(__m512 low, __m512 high) { return narrow_floats<BFloat16>(low, high); }
+inline __m512 add_products(__m512i a, __m512i b, __m512 sum) {
+  const auto odd = [](__m512i x) { return _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int32_t(0xFFFF0000)))); };
+  const auto even = [](__m512i x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); };
+  return _mm512_fmadd_ps(even(a), even(b), _mm512_fmadd_ps(odd(a), odd(b), sum));
+}
+#endif
 
 // Two bf16 elements in each unit: vdpbf16ps adds both products to one fp32 sum.
 struct BFloat16Pairs {
@@ -24,9 +40,7 @@ struct BFloat16Pairs {
     memcpy(&pair, p, 4);
     return _mm512_set1_epi32(pair);
   }
-  static Vector multiply_add(Values a, Values b, Vector sum) {
-    return _mm512_dpbf16_ps(sum, reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b));
-  }
+  static Vector multiply_add(Values a, Values b, Vector sum) { return add_products(a, b, sum); }
 };
 
 // 128 bf16 in the order of element_at: word i of vector j is element 4 i + (j ^ 1).
@@ -78,7 +92,7 @@ struct RowTable : RowScale {
       __m512 exact[2];
 #pragma GCC unroll 2
       for (int j = 0; j < 2; ++j) exact[j] = _mm512_mul_ps(_mm512_load_ps(magnitudes + 32 * i + 16 * j), factor);
-      words[i] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(exact[1], exact[0]));
+      words[i] = round_pair(exact[0], exact[1]);
     }
 #pragma GCC unroll 2
     for (int i = 0; i < 2; ++i) {
@@ -109,8 +123,7 @@ struct Decoder<BFloat16Pairs, codes> {
 
   // Two blocks' codebooks times their scales, rounded to bf16: the values `dequantize` gives.
   __m512i rounded_tables(float scale_low, float scale_high) const {
-    return reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(_mm512_mul_ps(exact.table, _mm512_set1_ps(scale_high)),
-                                                         _mm512_mul_ps(exact.table, _mm512_set1_ps(scale_low))));
+    return round_pair(_mm512_mul_ps(exact.table, _mm512_set1_ps(scale_low)), _mm512_mul_ps(exact.table, _mm512_set1_ps(scale_high)));
   }
 
   void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512i v[4]) const {
@@ -156,7 +169,7 @@ struct Decoder<BFloat16Pairs, codes> {
   [[gnu::noinline]] void converted(const uint8_t* c, const Scales& s, __m512i v[4]) const {
     __m512 values[8];
     exact.scaled(c, s, 0, values);
-    for (int i = 0; i < 4; ++i) v[i] = reinterpret_cast<__m512i>(_mm512_cvtne2ps_pbh(values[2 * i + 1], values[2 * i]));
+    for (int i = 0; i < 4; ++i) v[i] = round_pair(values[2 * i], values[2 * i + 1]);
   }
 
   static __m256i block_base(int16_t low, int16_t high) {

@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <utility>
 
 #include "../operands.h"
 #include "isa.h"
@@ -125,23 +126,33 @@ inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, 
   }
 }
 
-// matrix (tokens, columns) of `dtype` in prepare_rows' units, block of kLinearTokens after block; `stride` units a row.
-inline Tensor row_units(const Tensor& matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t stride) {
+// matrix (tokens, columns) as `backward` takes it: block of kLinearTokens after block.
+struct PreparedGradients {
+  Tensor units;
+  int64_t stride;  // units of each token in a block
+
+  const void* block(int64_t first_token) const {
+    return static_cast<const char*>(units.const_data_ptr()) + first_token * stride * 4;
+  }
+};
+
+inline PreparedGradients prepare_gradients(const Tensor& matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute) {
   const LinearKernels& table = kernels().linear;
-  const int64_t multiple = table.in(compute).unit_multiple;
-  Tensor units = unit_buffer(matrix, round_up(tokens, multiple) * stride * elements_per_unit(compute), compute);
+  const int64_t elements = elements_per_unit(compute), together = table.in(compute).gradient_tokens;
+  const int64_t stride = round_up((columns + elements - 1) / elements, table.in(compute).gradient_units);
+  Tensor units = unit_buffer(matrix, round_up(tokens, together) * stride * elements, compute);
   auto* out = static_cast<char*>(units.mutable_data_ptr());
-  const int64_t strips = kLinearTokens / multiple, all = (tokens + multiple - 1) / multiple;
-  parallel_rows(all, row_grain(columns * multiple), [&](int64_t begin, int64_t end) {
+  const int64_t strips = kLinearTokens / together, all = (tokens + together - 1) / together;
+  parallel_rows(all, row_grain(columns * together), [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end;) {
       const int64_t block = at / strips, token = block * kLinearTokens, last = std::min(end, (block + 1) * strips);
       const int64_t count = std::min(tokens - token, kLinearTokens);
-      table.prepare_rows(at_row(matrix, token, columns), dtype, count, columns, compute, at * multiple - token,
-                         std::min(last * multiple - token, count), out + token * stride * 4);
+      table.prepare_gradients(at_row(matrix, token, columns), dtype, count, columns, compute, at * together - token,
+                              std::min(last * together - token, count), out + token * stride * 4);
       at = last;
     }
   });
-  return units;
+  return {std::move(units), stride};
 }
 
 // output (tokens, K) = grad (tokens, N) @ packed, plus low_input (tokens, rank) @ low_weight (rank, K) where they are given.
@@ -150,25 +161,18 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
                          DType dtype, const Tensor* low_weight, const Tensor* low_input, void* output) {
   const LinearKernels& table = kernels().linear;
   const Compute compute = compute_for(dtype, table);
-  const int64_t K = layout.in_features, elements = elements_per_unit(compute);
-  // Gradients are broadcast unit by unit: floats, or pairs of bf16, can be read where they are, if not by tiles.
-  const int64_t multiple = table.in(compute).unit_multiple;
-  const int64_t grad_stride = round_up((rows + elements - 1) / elements, multiple);
-  std::optional<Tensor> units;
-  if (multiple != 1 || (dtype != DType::kFloat32 && (compute == Compute::kFloat32 || rows % 2 != 0)))
-    units = row_units(grad, dtype, tokens, rows, compute, grad_stride);
-  const auto* source = static_cast<const char*>(units ? units->const_data_ptr() : grad.const_data_ptr());
+  const int64_t K = layout.in_features;
+  const PreparedGradients source = prepare_gradients(grad, dtype, tokens, rows, compute);
   LowRank addend{};
-  std::optional<Tensor> weight_units, input_units;
+  std::optional<Tensor> weight_units;
+  std::optional<PreparedGradients> low;
   if (low_weight) {
     constexpr const char* op = "lora_linear_backward_input";
     addend.rank = low_weight->size(0);
-    addend.stride = round_up((addend.rank + elements - 1) / elements, multiple);
     weight_units = unit_buffer(grad, addend.rank * round_up(K, table.group), compute);
     table.prepare_direct(low_weight->const_data_ptr(), checked_dtype(op, "lora_A", low_weight->scalar_type()), addend.rank, layout,
                          compute, weight_units->mutable_data_ptr());
-    input_units = row_units(*low_input, checked_dtype(op, "grad_projected", low_input->scalar_type()), tokens, addend.rank, compute,
-                            addend.stride);
+    low = prepare_gradients(*low_input, checked_dtype(op, "grad_projected", low_input->scalar_type()), tokens, addend.rank, compute);
     addend.weight = weight_units->const_data_ptr();
   }
   const int64_t blocks = (tokens + kLinearTokens - 1) / kLinearTokens;
@@ -181,10 +185,9 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
     for (int64_t at = begin; at < end;) {
       const int64_t block = at / groups, group = at % groups, token = block * kLinearTokens;
       const int64_t group_end = std::min(groups, group + end - at);
-      if (low_weight) mine.input = static_cast<const char*>(input_units->const_data_ptr()) + token * addend.stride * 4;
-      table.backward(packed, rows, group, group_end, layout, compute, source + token * grad_stride * 4, grad_stride,
-                     std::min(tokens - token, kLinearTokens), low_weight ? &mine : nullptr,
-                     LinearOutput{target + token * output_row, nullptr, K, dtype}, scratch.data());
+      if (low) mine.input = low->block(token);
+      table.backward(packed, rows, group, group_end, layout, compute, source.block(token), std::min(tokens - token, kLinearTokens),
+                     low ? &mine : nullptr, LinearOutput{target + token * output_row, nullptr, K, dtype}, scratch.data());
       at += group_end - group;
     }
   });

@@ -29,17 +29,18 @@ struct LinearOutput {
 //   forward:  + input (M, R) @ weight (N, R)^T      backward:  + input (M, R) @ weight (R, K)
 struct LowRank {
   const void* weight;  // forward: prepare_low_rank's (N + kMostTileRows, stride); backward: prepare_direct's (groups, R, group)
-  const void* input;   // direct: prepare_low_rank's (M, stride); backward: prepare_rows'; tiled: prepare_low_rank_tiled's
+  const void* input;   // direct: prepare_low_rank's (M, stride); backward: prepare_gradients'; tiled: prepare_low_rank_tiled's
   int64_t rank;        // R
-  int64_t stride;      // units of a row, zeros past R: whole vectors forward
+  int64_t stride;      // forward: units of a row, whole vectors, zeros past R
 };
 
 // What the kernels do in one arithmetic.
 struct LinearArithmetic {
-  bool any_tokens;        // `tiled` and `backward` have it; the next two are for them
-  int32_t block_rows;     // rows of one micro-kernel; no thread should get a part of them
-  int32_t unit_multiple;  // units of a prepared row are padded with zeros to a multiple; 1: rows, else AMX's tiles
-  int32_t direct_tokens;  // up to this M the `direct` kernels are the faster ones; 0: they do not have it
+  bool any_tokens;          // `tiled` and `backward` have it; the next three are for them
+  int32_t block_rows;       // rows of `tiled`'s micro-kernel; no thread should get a part of them
+  int32_t gradient_tokens;  // tokens of prepared gradients that lie together; no thread should get a part of them
+  int32_t gradient_units;   // prepared gradients take so many units for each token, or a multiple
+  int32_t direct_tokens;    // up to this M the `direct` kernels are the faster ones; 0: they do not have it
 };
 
 struct LinearKernels {
@@ -67,16 +68,16 @@ struct LinearKernels {
   void (*tiled)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
                 const void* units, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch);
 
-  // matrix (tokens, columns) of `dtype` -> units of tokens [begin, end), for `backward`: rows of whole units, zeros past the last
-  // column, or AMX's tiles (`begin` a multiple of 16). Up to kLinearTokens tokens.
-  void (*prepare_rows)(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin, int64_t end,
-                       void* units);
+  // matrix (tokens, columns) of `dtype` -> `backward`'s units of tokens [begin, end), `begin` a multiple of gradient_tokens, in a
+  // buffer of (tokens rounded up to gradient_tokens) x (columns in units, rounded up to gradient_units). Up to kLinearTokens tokens.
+  void (*prepare_gradients)(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin,
+                            int64_t end, void* units);
 
   // output[:, group_begin * group : group_end * group] = grad (tokens, N) @ weight, for up to kLinearTokens tokens.
-  // grad: prepare_rows' units, or with unit_multiple 1 whatever lies as it would, rows `grad_stride` units apart.
+  // grad: prepare_gradients' units.
   void (*backward)(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& layout,
-                   Compute compute, const void* grad, int64_t grad_stride, int64_t tokens, const LowRank* low_rank,
-                   const LinearOutput& output, void* scratch);
+                   Compute compute, const void* grad, int64_t tokens, const LowRank* low_rank, const LinearOutput& output,
+                   void* scratch);
 
   // matrix (rows, columns) of `dtype`, times `factor` in fp32 -> elements [offset, offset + columns) of (rows, stride) units.
   void (*prepare_low_rank)(const void* matrix, DType dtype, int64_t rows, int64_t columns, float factor, Compute compute,

@@ -141,31 +141,6 @@ void pack_tiled(const T* input, int64_t tokens, const RowLayout& l, int64_t tile
   }
 }
 
-// (tokens, columns) -> units of tokens [begin, end), zeros past the last column: rows of whole units, or tiles of 16 tokens
-// (`begin` is a multiple of it). Order kept.
-template <class Product, class T>
-void pack_rows(const T* matrix, int64_t tokens, int64_t columns, int64_t begin, int64_t end, void* units) {
-  using E = typename Product::Element;
-  constexpr int64_t kElements = Product::kUnitElements;
-  const int64_t row_units = round_up((columns + kElements - 1) / kElements, kUnitMultiple<Product>);
-  constexpr int64_t kRun = kLanes * kElements;  // elements of a row in one tile
-  for (int64_t m = begin; m < end; ++m) {
-    const T* row = matrix + m * columns;
-    const auto copy = [&](int64_t first, int64_t count, E* out) {
-      const int64_t given = columns - first < count ? columns - first : count;
-      for (int64_t i = 0; i < given; ++i) convert(out[i], row[first + i]);
-      for (int64_t i = given; i < count; ++i) convert(out[i], 0.0f);
-    };
-    if constexpr (kOnTiles<Product>) {
-      float* tile = static_cast<float*>(units) + m % kLanes * kLanes;
-      for (int64_t u = 0; u < row_units; u += kLanes)
-        copy(u * kElements, kRun, reinterpret_cast<E*>(tile + tile_at<Product>(row_units, strips_of(tokens), m / kLanes, u)));
-    } else {
-      copy(0, row_units * kElements, static_cast<E*>(units) + m * row_units * kElements);
-    }
-  }
-}
-
 // (rows, columns) * factor -> elements [offset, offset + columns) of (rows, stride) units, order kept.
 template <class Product, class T>
 void pack_low_rank(const T* matrix, int64_t rows, int64_t columns, float factor, int64_t offset, int64_t stride, void* units) {

@@ -81,10 +81,9 @@ void linear_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, con
 }
 
 void linear_backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, Compute compute,
-                     const void* grad, int64_t grad_stride, int64_t tokens, const LowRank* low_rank, const LinearOutput& output,
-                     void* scratch) {
+                     const void* grad, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   with_product_and_codes<Products>(compute, l, [&]<class P, class C>(P, C) {
-    backward<P, C::kCodes>(packed, rows, group_begin, group_end, l, grad, grad_stride, tokens, low_rank, output, scratch);
+    backward<P, C::kCodes>(packed, rows, group_begin, group_end, l, grad, tokens, low_rank, output, scratch);
   });
 }
 
@@ -96,9 +95,10 @@ inline void with_operand(Compute compute, const void* matrix, DType dtype, const
   });
 }
 
-void linear_prepare_rows(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin, int64_t end,
-                         void* units) {
-  with_operand(compute, matrix, dtype, [&]<class P, class T>(P, const T* x) { pack_rows<P>(x, tokens, columns, begin, end, units); });
+void linear_prepare_gradients(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin,
+                              int64_t end, void* units) {
+  with_operand(compute, matrix, dtype,
+               [&]<class P, class T>(P, const T* x) { pack_gradients<P>(x, tokens, columns, begin, end, units); });
 }
 
 void linear_prepare_low_rank(const void* matrix, DType dtype, int64_t rows, int64_t columns, float factor, Compute compute,
@@ -120,7 +120,7 @@ constexpr LinearKernels linear_kernels() {
   int64_t scratch = kBackwardMany.scratch_floats(kLinearTokens);
   static_assert(kBackwardFew.scratch_floats(kFewTokens) <= kBackwardMany.scratch_floats(kLinearTokens));
   for_each_product(Products{}, [&]<class P>(P) {
-    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, kUnitMultiple<P>, 0};
+    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, BackwardLayout<P>::kTokensTogether, BackwardLayout<P>::kTokenUnits, 0};
     const int64_t forward = kPanelRows * (Layout<P>::kPanelStride + kSumsStride);
     scratch = forward > scratch ? forward : scratch;
     // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4
@@ -136,7 +136,7 @@ constexpr LinearKernels linear_kernels() {
   k.direct = linear_direct;
   k.prepare_tiled = linear_prepare_tiled;
   k.tiled = linear_tiled;
-  k.prepare_rows = linear_prepare_rows;
+  k.prepare_gradients = linear_prepare_gradients;
   k.backward = linear_backward;
   k.prepare_low_rank = linear_prepare_low_rank;
   k.prepare_low_rank_tiled = linear_prepare_low_rank_tiled;
