@@ -16,10 +16,10 @@ A round gives each case one turn, the next round in the other order (A B B A): d
 A turn is a call that is not timed, for what the turn before left behind (a core that slept through a single thread, another
 library's threads that still spin), then up to 5 timed ones in a row, as a training step calls it, or 50 ms of them. A case
 gets the number of the call to pick its buffers with. A sample is *quiet* when nothing else was runnable before the turn and
-after the call; a case's time is the median of its quiet samples, or the lower quintile of all samples when fewer than 5
-were quiet (a busy machine only ever adds time). With `--threads 1` the clock is the thread's own CPU time, which other
-processes do not add to: the better measurement on a machine that is not idle. Times are seconds, sizes bytes, rates per
-second. Needs torch, and g++ for the floors.
+after the call, and no host took CPU time from this virtual machine during the turn; a case's time is the median of its
+quiet samples, or the lower quintile of all samples when fewer than 5 were quiet (a busy machine only ever adds time). With
+`--threads 1` the clock is the thread's own CPU time, which other processes do not add to: the better measurement on a
+machine that is not idle. Times are seconds, sizes bytes, rates per second. Needs torch, and g++ for the floors.
 """
 
 from __future__ import annotations
@@ -216,6 +216,11 @@ def _runnable() -> int:
     return int(Path("/proc/loadavg").read_text().split()[3].split("/")[0])
 
 
+def _stolen() -> int:
+    """10 ms of CPU time, summed over the CPUs, that a host has taken from this virtual machine."""
+    return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8])
+
+
 def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.0) -> dict[str, Timing]:
     """A turn for every case per round, every other round backwards: `rounds` times (at least 3), or for so many seconds."""
     alone = torch.get_num_threads() == 1
@@ -235,6 +240,7 @@ def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.
                     break
                 time.sleep(0.004)
             case.run(next(calls[name]))
+            stolen, undisturbed = _stolen(), []
             turn = time.perf_counter()
             for call in itertools.islice(calls[name], TURN_CALLS):
                 begin = clock()
@@ -242,9 +248,11 @@ def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.
                 elapsed = clock() - begin
                 samples[name].append(elapsed)
                 if before and (alone or _runnable() <= 2):  # our own pool may still be spinning down
-                    quiet[name].append(elapsed)
+                    undisturbed.append(elapsed)
                 if time.perf_counter() - turn > TURN_SECONDS:
                     break
+            if _stolen() == stolen:
+                quiet[name] += undisturbed
     return {name: _timing(samples[name], quiet[name]) for name in cases}
 
 

@@ -57,3 +57,12 @@ def test_seconds_end_a_comparison_after_three_rounds(harness: ModuleType) -> Non
     timings = harness.interleave({"only": harness.Case(calls.append)}, rounds=1000, seconds=0.0)
     assert timings["only"].samples == 3 * harness.TURN_CALLS
     assert calls == list(range(1 + 3 * (1 + harness.TURN_CALLS)))
+
+
+def test_turns_in_which_a_host_took_time_are_not_quiet(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([10, 10, 11, 13, 13, 13])  # before and after each of three turns: the second one lost time
+    monkeypatch.setattr(harness, "_stolen", lambda: next(ticks))
+    monkeypatch.setattr(harness, "_runnable", lambda: 1)
+    timings = harness.interleave({"only": harness.Case(lambda i: None)}, rounds=3)
+    assert timings["only"].samples == 3 * harness.TURN_CALLS
+    assert timings["only"].quiet == 2 * harness.TURN_CALLS
