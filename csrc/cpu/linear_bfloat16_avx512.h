@@ -26,6 +26,7 @@ inline __m512 add_products(__m512i a, __m512i b, __m512 sum) {
 // Two bf16 elements in each unit: vdpbf16ps adds both products to one fp32 sum.
 struct BFloat16Pairs {
   static constexpr Compute kCompute = Compute::kBFloat16;
+  static constexpr bool kBFloat16By4Bit = false;
   static constexpr int kDirectTokens = 8;
   static constexpr int kVectors = 4;
   static constexpr int kUnitElements = 2;

@@ -15,6 +15,7 @@ typedef float Vector __attribute__((vector_size(16)));
 
 struct Float32 {
   static constexpr Compute kCompute = Compute::kFloat32;
+  static constexpr bool kBFloat16By4Bit = false;
   static constexpr int kDirectTokens = 4;
   static constexpr int kVectors = 8;
   static constexpr int kUnitElements = 1;

@@ -19,6 +19,7 @@ constexpr float int16_steps(int32_t format) { return is_fp4(format) ? 8064.0f : 
 
 struct Int16 : Float32 {
   static constexpr Compute kCompute = Compute::kInt16;
+  static constexpr bool kBFloat16By4Bit = true;
   static constexpr int kDirectTokens = 4;
 };
 

@@ -3,6 +3,7 @@
 // `DirectProducts` are those of `direct`, `Products` those of everything else; the last of both is Float32, which takes what no other is
 // meant for. An arithmetic is a type, `Product` in the kernels, that each linear_decode_<isa>.h declares its own of:
 //   kCompute             its name at run time
+//   kBFloat16By4Bit      of bf16 tokens by 4-bit codes only: its kernels would be wrong for others
 //   kDirectTokens        up to this M `direct` is faster than `tiled`
 //   kUnitElements        elements in a unit, of type Element
 //   kVectors             vectors of decoded values in a group, of type Values

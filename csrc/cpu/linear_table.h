@@ -11,15 +11,11 @@ struct CodesTag {
   static constexpr Codes kCodes = value;
 };
 
-// Whether an arithmetic is of bf16 tokens by 4-bit codes only: its kernels would be wrong for others.
-template <class Product>
-constexpr bool kBFloat16By4Bit = Product::kCompute == Compute::kInt16;
-
 // body(Product{}, CodesTag<codes>{}) for the arithmetic among `List` and the format.
 template <class List, class Body>
 inline void with_product_and_codes(Compute compute, const RowLayout& l, const Body& body) {
   with_product(List{}, compute, [&]<class P>(P product) {
-    if constexpr (!kBFloat16By4Bit<P>) {
+    if constexpr (!P::kBFloat16By4Bit) {
       if (l.format == kInt8) return body(product, CodesTag<Codes::kInt8>{});
       if (l.format == kFP8) return body(product, CodesTag<Codes::kFP8>{});
     }
@@ -31,7 +27,7 @@ inline void with_product_and_codes(Compute compute, const RowLayout& l, const Bo
 // body(const T*) for the element type.
 template <class Product, class Body>
 inline void with_input(const void* input, DType dtype, const Body& body) {
-  if constexpr (!kBFloat16By4Bit<Product>) {
+  if constexpr (!Product::kBFloat16By4Bit) {
     if (dtype == DType::kFloat32) return body(static_cast<const float*>(input));
     if (dtype == DType::kFloat16) return body(static_cast<const Float16*>(input));
   }
