@@ -58,8 +58,8 @@ NO_EXPORTS = "{ local: *; };\n"  # ops register themselves when the library is l
 # that nothing runs an instruction isa.cpp did not ask the CPU for; isa.cpp is told what exists by HALFBYTE_HAVE_ISA_*.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512_BASE = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
-AVX512_VNNI = [*AVX512_BASE, "-mavx512vbmi", "-mavx512vnni"]
-AVX512 = [*AVX512_VNNI, "-mavx512bf16"]
+AVX512_VNNI = [*AVX512_BASE, "-mavx512vnni"]
+AVX512 = [*AVX512_VNNI, "-mavx512vbmi", "-mavx512bf16"]
 AMX = [*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"]  # g++ 12 has no amx-fp16
 ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {

@@ -17,7 +17,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from halfbyte._library import CPU_ISAS
 from halfbyte.formats import Format
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,9 +24,9 @@ sys.path.insert(0, str(ROOT))
 from setup import ISA_FLAGS  # noqa: E402  (the flags that the library is built with)
 
 ops = torch.ops.halfbyte
+CPU = set(Path("/proc/cpuinfo").read_text().split())
 pytestmark = pytest.mark.skipif(
-    int(ops.cpu_isa()) < CPU_ISAS.index("avx512_vnni") and not os.environ.get("HALFBYTE_CPU_ISA"),
-    reason="the kernels around the tiles need AVX-512 with VNNI",
+    not {"avx512_vnni", "avx512_vbmi"} <= CPU, reason="the kernels around the tiles need AVX-512 with VNNI and VBMI"
 )
 
 
@@ -35,8 +34,9 @@ def compile_driver(folder: Path, flags: list[str], name: str) -> ctypes.CDLL:
     """tests/amx_driver.cpp with `flags`."""
     target = folder / f"{name}.so"
     command = ["g++", "-std=c++20", "-O1", "-fPIC", "-shared", "-ffp-contract=off", "-Wall", "-Wextra", "-Werror"]
-    bf16 = int(ops.cpu_isa()) >= CPU_ISAS.index("avx512")
-    isa = ISA_FLAGS["x86_64"]["avx512"] if bf16 else [*ISA_FLAGS["x86_64"]["avx512_vnni"], "-DHALFBYTE_EMULATE_BF16"]
+    isa = list(ISA_FLAGS["x86_64"]["avx512"])
+    if "avx512_bf16" not in CPU:
+        isa[isa.index("-mavx512bf16")] = "-DHALFBYTE_EMULATE_BF16"
     command += [f"-I{ROOT / 'csrc'}", *isa, *flags]
     subprocess.run([*command, str(ROOT / "tests/amx_driver.cpp"), "-o", str(target)], check=True)
     return ctypes.CDLL(str(target))
@@ -151,7 +151,7 @@ def test_int8_is_exact(drivers: tuple[ctypes.CDLL, ctypes.CDLL], M: int, N: int,
 
 
 def test_amx_is_refused_where_the_cpu_has_none() -> None:
-    if "amx_tile" in Path("/proc/cpuinfo").read_text():
+    if "amx_tile" in CPU:
         pytest.skip("this CPU has AMX")
     code = "import torch, halfbyte\ntry: torch.ops.halfbyte.cpu_isa()\nexcept ValueError as e: print(e)"
     done = subprocess.run(

@@ -51,18 +51,18 @@ bool has_avx2() {
 #endif
 // Each asks for exactly the flags of setup.py that its isa_<name>.cpp is compiled with.
 #if defined(__x86_64__)
-// Skylake and Cascade Lake servers.
+// Skylake servers.
 [[maybe_unused]] bool has_avx512_base() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
          __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
          __builtin_cpu_supports("avx512dq");
 }
-// Ice Lake; and later ones whose virtual machine hides the rest.
-[[maybe_unused]] bool has_avx512_vnni() {
-  return has_avx512_base() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512vnni");
-}
+// Cascade Lake, Ice Lake; and later ones whose virtual machine hides the rest.
+[[maybe_unused]] bool has_avx512_vnni() { return has_avx512_base() && __builtin_cpu_supports("avx512vnni"); }
 // Zen 4, Sapphire Rapids.
-[[maybe_unused]] bool has_avx512() { return has_avx512_vnni() && __builtin_cpu_supports("avx512bf16"); }
+[[maybe_unused]] bool has_avx512() {
+  return has_avx512_vnni() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
+}
 #endif
 
 #if defined(HALFBYTE_HAVE_ISA_AMX)

@@ -1,5 +1,5 @@
-// The kernels compiled for avx512_vnni: AVX-512 as Ice Lake has it, with VNNI and VBMI, but without bf16, which is multiplied in
-// fp32. Nothing here may include STL or torch headers: the linker would be free to keep this file's copy of an inline function for
+// The kernels compiled for avx512_vnni: AVX-512 as Cascade Lake and Ice Lake have it, without bf16, which is multiplied in fp32.
+// Nothing here may include STL or torch headers: the linker would be free to keep this file's copy of an inline function for
 // CPUs that cannot run it.
 #include "simd/avx512.h"
 
