@@ -26,7 +26,7 @@ from setup import ISA_FLAGS  # noqa: E402  (the flags that the library is built 
 ops = torch.ops.halfbyte
 CPU = set(Path("/proc/cpuinfo").read_text().split())
 pytestmark = pytest.mark.skipif(
-    not {"avx512_vnni", "avx512_vbmi"} <= CPU, reason="the kernels around the tiles need AVX-512 with VNNI and VBMI"
+    not {"avx512_vnni", "avx512vbmi"} <= CPU, reason="the kernels around the tiles need AVX-512 with VNNI and VBMI"
 )
 
 
