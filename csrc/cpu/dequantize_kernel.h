@@ -2,7 +2,7 @@
 // groups of 32 elements take its vectors, the rest of a block the plain C++ that they equal bit for bit.
 #pragma once
 
-#include "kernels.h"
+#include "block_scales.h"
 #include "simd/float_mode.h"
 
 #if defined(__AVX512F__)
@@ -19,31 +19,42 @@ namespace {
 // One kind of NaN: the roundings to bf16 rely on it, and a scale may come from any file.
 inline float canonical_nan(float value) { return value == value ? value : bits_float(kNaNBits); }
 
-// absmax of block b of a 4-bit row.
-inline float stored_absmax(const uint8_t* row, const RowLayout& l, int64_t b) {
-  float value;
-  if (!is_double_quantized(l.format)) {
-    memcpy(&value, row + l.scales_offset + 4 * b, 4);
-    return canonical_nan(value);
+// Whole blocks of `groups` x kDecodeGroup elements; kGroups: their number, where it is known, else 0.
+template <class T, bool Stream, int kGroups>
+inline void decode_blocks(const uint8_t* codes, int64_t blocks, int64_t groups, const float* values, const float* absmax, T* out) {
+  for (int64_t b = 0; b < blocks; ++b) {
+    const ScaledCodebook<T> table(values, absmax[b]);
+    for (int64_t g = 0; g < (kGroups ? kGroups : groups); ++g, codes += kDecodeGroup / 2, out += kDecodeGroup)
+      table.template decode<Stream>(codes, out);
   }
-  float step, low;
-  memcpy(&step, row + l.scales_offset, 4);
-  memcpy(&low, row + l.scales_offset + 4, 4);
-  return canonical_nan(fmaf(float(row[l.code_bytes + b]), step, low));
 }
 
 template <class T, bool Stream>
 inline void dequantize_4bit(const uint8_t* row, const RowLayout& l, int64_t begin, int64_t end, T* out) {
+  constexpr int64_t kRun = 64;  // blocks whose scales are loaded together
   const float* values = codebook(l.format);
-  for (int64_t start = begin; start < end; start += l.block_size) {
-    const int64_t stop = start + l.block_size < end ? start + l.block_size : end;
-    const float absmax = stored_absmax(row, l, start / l.block_size);
-    const ScaledCodebook<T> table(values, absmax);
-    int64_t i = start;
-    for (; i + kDecodeGroup <= stop; i += kDecodeGroup) table.template decode<Stream>(row + i / 2, out + (i - begin));
-    for (; i < stop; ++i) {
+  const int log2_block = __builtin_ctzll(uint64_t(l.block_size));  // shifts: a division costs as much as decoding 64 elements
+  float absmax[kRun];
+  for (int64_t start = begin; start < end; start += kRun << log2_block) {
+    const int64_t stop = start + (kRun << log2_block) < end ? start + (kRun << log2_block) : end;
+    const int64_t whole = (stop - start) >> log2_block, all = (stop - start + l.block_size - 1) >> log2_block;
+    load_block_scales(row, l, start >> log2_block, all, absmax);
+    for (int64_t b = 0; b < all; ++b) absmax[b] = canonical_nan(absmax[b]);
+    const uint8_t* codes = row + start / 2;
+    T* to = out + (start - begin);
+    switch (l.block_size / kDecodeGroup) {
+      case 1: decode_blocks<T, Stream, 1>(codes, whole, 1, values, absmax, to); break;
+      case 2: decode_blocks<T, Stream, 2>(codes, whole, 2, values, absmax, to); break;
+      default: decode_blocks<T, Stream, 0>(codes, whole, l.block_size / kDecodeGroup, values, absmax, to);
+    }
+    if (whole == all) continue;
+    // The row's last block is not a whole one.
+    int64_t i = start + (whole << log2_block);
+    const int64_t groups = (stop - i) / kDecodeGroup;
+    decode_blocks<T, Stream, 0>(row + i / 2, 1, groups, values, absmax + whole, out + (i - begin));
+    for (i += groups * kDecodeGroup; i < stop; ++i) {
       const uint8_t code = i % 2 ? row[i / 2] & 15 : row[i / 2] >> 4;
-      out[i - begin] = from_float<T>(values[code] * absmax);
+      out[i - begin] = from_float<T>(values[code] * absmax[whole]);
     }
   }
 }
@@ -83,10 +94,12 @@ inline void dequantize_unaligned_stream(const uint8_t* row, const RowLayout& l, 
   }
 }
 
-// The scales of a row are a few cache lines far from its codes: too short a stream for the hardware to see in time.
-inline void prefetch_scales(const uint8_t* row, const RowLayout& l) {
-  constexpr int64_t kMost = 2048;  // longer streams are seen
-  const int64_t begin = is_double_quantized(l.format) ? l.code_bytes : l.scales_offset;
+// Codes and scales are streams that stop and start again, too short for the hardware to see in time: 4-bit rows are fetched whole, of
+// others and of long ones the scales. Always inline: GCC drops calls of a function that does nothing but prefetch.
+[[gnu::always_inline]] inline void prefetch_row(const uint8_t* row, const RowLayout& l) {
+  constexpr int64_t kMost = 8192;
+  const int64_t scales = is_double_quantized(l.format) ? l.code_bytes : l.scales_offset;
+  const int64_t begin = is_4bit(l.format) && l.row_bytes <= kMost ? 0 : scales;
   const int64_t end = l.row_bytes - begin < kMost ? l.row_bytes : begin + kMost;
   for (int64_t byte = begin; byte < end; byte += 64) __builtin_prefetch(row + byte);
 }
@@ -94,7 +107,7 @@ inline void prefetch_scales(const uint8_t* row, const RowLayout& l) {
 template <class T>
 [[gnu::noinline]] void dequantize_rows_to(const uint8_t* packed, int64_t rows, const RowLayout& l, T* out, bool stream) {
   for (int64_t r = 0; r < rows; ++r, packed += l.row_bytes, out += l.in_features) {
-    if (r + 1 < rows) prefetch_scales(packed + l.row_bytes, l);
+    if (r + 1 < rows) prefetch_row(packed + l.row_bytes, l);
     if (!stream) {
       dequantize_span<T, false>(packed, l, 0, l.in_features, out);
     } else if (reinterpret_cast<uintptr_t>(out) % kStreamAlignment == 0) {

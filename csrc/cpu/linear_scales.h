@@ -1,8 +1,8 @@
 // Scales of a stretch of a packed row, ready for the decoders of linear_decode_*.h. Included once per ISA.
 #pragma once
 
+#include "block_scales.h"
 #include "linear_kernels.h"
-#include "simd/scalar.h"
 
 namespace halfbyte::cpu {
 namespace {
@@ -36,23 +36,7 @@ struct BlockScales {
     const int64_t block = start >> log2_block;
     const int64_t blocks = ((start + count + l.block_size - 1) >> log2_block) - block;
     first = int32_t(start / 32 - (block << shift));
-    int64_t b = 0;
-    if (is_double_quantized(l.format)) {
-      float step, low;
-      memcpy(&step, row + l.scales_offset, 4);
-      memcpy(&low, row + l.scales_offset + 4, 4);
-      const uint8_t* codes = row + l.code_bytes + block;
-      for (; b + 8 <= blocks; b += 8) {
-        uint8_t run[8];  // a copy: bytes may alias the floats, and the loop would not become vectors
-        memcpy(run, codes + b, 8);
-        for (int i = 0; i < 8; ++i) value[b + i] = fmaf(float(run[i]), step, low);
-      }
-      for (; b < blocks; ++b) value[b] = fmaf(float(codes[b]), step, low);
-    } else {
-      const uint8_t* stored = row + l.scales_offset + 4 * block;
-      for (; b + 4 <= blocks; b += 4) memcpy(value + b, stored + 4 * b, 16);
-      for (; b < blocks; ++b) memcpy(value + b, stored + 4 * b, 4);
-    }
+    load_block_scales(row, l, block, blocks, value);
     for (int i = 0; i < 4; ++i) value[blocks + i] = 0.0f;
   }
 
