@@ -83,7 +83,7 @@ def dequantize(report: harness.Report, format: str, dtype_name: str, N: int, K: 
     if to_nf4 is not None and format == "nf4" and N * K % 16384 == 0 and dtype == torch.bfloat16:
         tensors = [to_nf4(x, block_size=64, scaler_block_size=256) for x in dense[:2]]
         cases["torchao"] = Case(lambda i: tensors[i % 2].get_original_weight(), moved)
-    floors = {"copy": moved} if moved > 1 << 22 else None
+    floors = {"copy": moved, "write": N * K * dtype.itemsize} if moved > 1 << 22 else None
     baseline = next((name for name in cases if name != "halfbyte"), None)
     report.compare(title, cases, verify=verify, baseline=baseline, floors=floors)
 

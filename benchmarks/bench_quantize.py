@@ -70,7 +70,7 @@ def quantize(report: harness.Report, format: str, dtype_name: str, N: int, K: in
             assert torch.equal(codes.view(-1, K // 2), packed[:, : K // 2])
 
     baseline = next((name for name in cases if name != "halfbyte"), None)
-    floors = {"copy": moved} if moved > 1 << 22 else None
+    floors = {"copy": moved, "read": dense[0].nbytes} if moved > 1 << 22 else None
     report.compare(title, cases, verify=verify, baseline=baseline, floors=floors)
 
 

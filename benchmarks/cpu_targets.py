@@ -2,8 +2,9 @@
 
     python benchmarks/cpu_targets.py     # results/{dequantize,...}-{amx,avx512,...}.json -> cpu-targets.json
 
-A cell says how often our time fits into the peer's, and which share of the floor (a copy or a read of as many bytes, in the
-same rounds) is reached. Goals are those of the design for machines with AVX-512 (with or without AMX) and with AVX2.
+A cell says how often our time fits into the peer's, and which shares of the floors (a copy of as many bytes, a read or a
+write of those that are read or written, in the same rounds) are reached. Goals are those of the design for machines with
+AVX-512 (with or without AMX) and with AVX2.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def cell(target: Target, isa: str) -> str:
     ours = rows[target.ours]["median"]
     peers = [target.peer, f"{target.peer} in fp32"]  # torch's bf16 product is the slower one on CPUs without bf16 units
     text = f"{min(rows[peer]['median'] for peer in peers if peer in rows) / ours:.2f}x"
-    for floor in ("copy", "read"):
+    for floor in ("copy", "read", "write"):
         if floor in rows and target.peer.startswith("bitsandbytes"):
             text += f", {100 * rows[floor]['median'] / ours:.0f} % of {floor}"
     return text

@@ -8,7 +8,7 @@
         {"halfbyte": Case(lambda i: op(weights[i % len(weights)]), bytes=n), "bitsandbytes": Case(...)},
         verify=check,                                       # raises when a result is wrong; runs before any timing
         baseline="bitsandbytes",                            # printed as a ratio: how often `halfbyte` fits into a peer
-        floors={"copy": n},                                 # "copy", "read": bytes moved; timed in the same rounds
+        floors={"copy": n},                                 # "copy", "read", "write": bytes moved; timed in the same rounds
     )
     report.save()                                           # JSON: environment, every row, every percentile
 
@@ -101,11 +101,15 @@ def arguments(doc: str | None, argv: Sequence[str] | None = None, **extra: Any) 
 
 
 def cpu_model() -> str:
-    """The CPU's own name for itself."""
+    """The CPU's own name for itself, with x86's numbers: clouds call every generation "AMD EPYC"."""
+    fields: dict[str, str] = {}
     for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":", 1)[1].strip()
-    return platform.processor() or platform.machine()
+        name, _, value = line.partition(":")
+        fields.setdefault(name.strip(), value.strip())
+    if "model name" not in fields:
+        return platform.processor() or platform.machine()
+    numbers = f" (family {fields['cpu family']}, model {fields['model']})" if "cpu family" in fields else ""
+    return fields["model name"] + numbers
 
 
 def last_level_cache() -> int:
@@ -173,7 +177,7 @@ def aligned(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Floors:
-    """Copy and read bandwidth, from floors.cpp (compiled on first use)."""
+    """Copy, read and write bandwidth, from floors.cpp (compiled on first use)."""
 
     _library: ctypes.CDLL | None = None
 
@@ -195,16 +199,22 @@ class _Floors:
         if length == 0:
             raise ValueError(f"a {kind} floor needs at least {512 * threads} bytes, got {nbytes}")
         sources = rotate(lambda _: aligned(length, torch.uint8).random_(), length)
+        targets = sources if kind == "read" else rotate(lambda _: aligned(length, torch.uint8), length)
         size, pool = ctypes.c_int64(length), ctypes.c_int(threads)
+
+        def source(i: int) -> ctypes.c_void_p:
+            return ctypes.c_void_p(sources[i % len(sources)].data_ptr())
+
+        def target(i: int) -> ctypes.c_void_p:
+            return ctypes.c_void_p(targets[i % len(targets)].data_ptr())
+
         if kind == "read":
-            return Case(
-                lambda i: library.floor_read(ctypes.c_void_p(sources[i % len(sources)].data_ptr()), size, pool), length
-            )
-        targets = rotate(lambda _: aligned(length, torch.uint8), length)
+            return Case(lambda i: library.floor_read(source(i), size, pool), length)
+        if kind == "write":
+            return Case(lambda i: library.floor_write(target(i), size, pool), length)
 
         def copy(i: int) -> None:
-            source, target = sources[i % len(sources)], targets[i % len(targets)]
-            library.floor_copy(ctypes.c_void_p(source.data_ptr()), ctypes.c_void_p(target.data_ptr()), size, pool)
+            library.floor_copy(source(i), target(i), size, pool)
 
         copy(0)
         if not torch.equal(sources[0], targets[0]):
@@ -354,7 +364,7 @@ class Report:
             cases: by name; ours are called "halfbyte" or start with "halfbyte ".
             verify: raises when any case computes something wrong. Called before anything is timed.
             baseline: the case whose time over each row's time is printed.
-            floors: "copy" or "read" -> bytes that this workload has to move; rates are printed as a share of the first.
+            floors: "copy", "read" or "write" -> bytes that this workload has to move; rates are shares of the first.
 
         Returns:
             A Timing per case and floor; empty when --only excludes this title.

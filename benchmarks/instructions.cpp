@@ -116,10 +116,17 @@ Work int8_linear(int64_t tokens, int64_t rows) {
   return {[=, &k] { k.tiled(packed, 0, rows, l, units, factors, tokens, out, panel); }, rows * K};
 }
 
-Work optimizer(OptimizerRule rule, int64_t length, int64_t rows) {
+enum class Parameters { kFloat32, kBFloat16, kStochastic };
+
+Work optimizer(OptimizerRule rule, int64_t length, int64_t rows, Parameters parameters = Parameters::kFloat32) {
   OptimizerTensor t{};
   const int64_t numel = rows * K;
-  t.param = filled<float>(numel), t.grad = filled<float>(numel);
+  if (parameters == Parameters::kFloat32) {
+    t.param = filled<float>(numel), t.grad = filled<float>(numel);
+  } else {
+    t.param = filled<uint16_t>(numel), t.grad = filled<uint16_t>(numel);
+    t.param_dtype = t.grad_dtype = DType::kBFloat16;
+  }
   t.row_length = length, t.blocks_per_row = (length + kStateBlock - 1) / kStateBlock;
   const int64_t blocks = numel / length * t.blocks_per_row;
   for (int m = 0; m < 2; ++m) {
@@ -130,6 +137,7 @@ Work optimizer(OptimizerRule rule, int64_t length, int64_t rows) {
   }
   OptimizerHyper h{};
   h.lr = 1e-3, h.beta1 = 0.9, h.beta2 = 0.999, h.eps = 1e-8, h.weight_decay = 0.01, h.momentum = 0.9;
+  h.stochastic = parameters == Parameters::kStochastic;
   const OptimizerScalars s = optimizer_scalars(rule, h, h.lr, 1.0, 2);
   table().optimizer.update(rule, t, s, 0, blocks);  // so that the moments are not all zero
   return {[=] { table().optimizer.update(rule, t, s, 0, blocks); }, numel};
@@ -149,6 +157,8 @@ const std::map<std::string, std::function<Work(int64_t)>> kCases = {
     {"int8_linear M=64", [](int64_t rows) { return int8_linear(64, rows); }},
     {"adamw8bit fp32, wide rows", [](int64_t rows) { return optimizer(OptimizerRule::kAdamW, K, rows); }},
     {"adamw8bit fp32, rows of 16", [](int64_t rows) { return optimizer(OptimizerRule::kAdamW, 16, rows); }},
+    {"adamw8bit bf16, wide rows", [](int64_t rows) { return optimizer(OptimizerRule::kAdamW, K, rows, Parameters::kBFloat16); }},
+    {"adamw8bit bf16, stochastic", [](int64_t rows) { return optimizer(OptimizerRule::kAdamW, K, rows, Parameters::kStochastic); }},
     {"lion8bit fp32, wide rows", [](int64_t rows) { return optimizer(OptimizerRule::kLion, K, rows); }},
     {"sgd8bit fp32, wide rows", [](int64_t rows) { return optimizer(OptimizerRule::kSGD, K, rows); }},
 };
