@@ -3,7 +3,7 @@
 The bound. Sums are fp32 with a fixed order, so the computed sum of n products is within (n + c) * 2^-24 * sum |x| |w| of
 the exact one (c: the product with the scale, the bias, the lanes' own sum). Where bf16 inputs multiply in bf16 pairs
 (AVX-512, AMX from 5 tokens on), each weight is rounded to bf16 first, as a dense bf16 layer would store it:
-2^-8 * sum |x| |w| more, which also covers int16 (AVX2, up to 4 tokens). The output is rounded once: 2^-8 (bf16) or
+2^-8 * sum |x| |w| more, which also covers int16 (AVX2, up to 16 tokens). The output is rounded once: 2^-8 (bf16) or
 2^-11 (fp16) of itself, and fp16 has subnormals.
 """
 
@@ -104,11 +104,11 @@ def test_values(format: int, block_size: int, K: int) -> None:
 @pytest.mark.parametrize(("format", "block_size"), [(NF4, 64), (NF4_DQ, 128), (INT8, 0), (FP8, 0)])
 def test_bf16_tokens_that_multiply_exact_weights(format: int, block_size: int) -> None:
     isa = cpu_isa()
-    exact = {"avx512": range(0), "amx": range(5)}.get(isa, range(17))
+    exact = {"avx512": range(0), "amx": range(5)}.get(isa, range(18))
     if isa == "avx2" and format in (NF4, NF4_DQ):
-        exact = range(5, 17)  # fewer multiply int16
+        exact = range(17, 18)  # fewer multiply int16
     packed, _ = make(64, 576, format, block_size)
-    for M in (1, 2, 4, 5, 16):
+    for M in (1, 2, 4, 5, 16, 17):
         x = tokens_like((M, 576), torch.bfloat16)
         in_fp32 = ops.linear(x.float(), packed, None, format, block_size, 576)
         same = torch.equal(ops.linear(x, packed, None, format, block_size, 576), in_fp32.bfloat16())
@@ -139,7 +139,7 @@ def int16_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return value, rounded
 
 
-@pytest.mark.parametrize("M", [1, 2, 3, 4])
+@pytest.mark.parametrize("M", [1, 2, 3, 4, 9])
 @pytest.mark.parametrize(("format", "block_size"), [(NF4, 32), (NF4, 64), (NF4, 256), (FP4, 64)])
 def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> None:
     """The sum behind the output's 8 bits, by a second call that adds what the first one gave with the other sign."""
@@ -157,6 +157,7 @@ def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> Non
         x[1, 420] = 77.0  # alone
     x[-1, 130:180] = tokens_like((50,), torch.bfloat16) * 2.0**-80
     isa = cpu_isa()
+    pairs = isa == "avx512" or (isa == "amx" and M > 4)  # bf16 weights
     value, exact = x.double(), weight * x.double()[:, None]
     if isa == "avx2":
         value, rounded = int16_tokens(x)
@@ -164,14 +165,14 @@ def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> Non
         assert not rounded[[0, -1]].all(1).any()
         products = torch.where(rounded[:, None], int16_weight(weight, format, block_size), weight) * value[:, None]
     else:
-        products = (weight.bfloat16().double() if isa == "avx512" else weight) * value[:, None]
+        products = (weight.bfloat16().double() if pairs else weight) * value[:, None]
     expected = products.sum(2)
     bound = expected.abs() * 2.0**-17 + exact.abs().sum(2) * (2 * terms + 8) * 2.0**-24
     first = ops.linear(x, packed, None, format, block_size, K)
     second = torch.stack([ops.linear(x, packed, -first[m], format, block_size, K)[m] for m in range(M)])
     got = first.double() + second.double()
     assert ((got - expected).abs() <= bound).all()
-    coarse = isa == "avx512" or (isa == "avx2" and format == NF4)  # fp4 has whole steps
+    coarse = pairs or (isa == "avx2" and format == NF4)  # fp4 has whole steps
     assert ((got - exact.sum(2)).abs() > bound)[0].any() == coarse
 
 
@@ -195,6 +196,18 @@ def test_every_small_number_of_tokens() -> None:
         for M in range(1, 70):
             forward.check(ops.linear(x[:M], packed, None, NF4, 64, K))
             reverse.check(ops.linear_backward_input(grad[:M], packed, NF4, 64, K))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("format", "block_size"), [(NF4, 64), (NF4_DQ, 32), (INT8, 0), (FP8, 0)])
+def test_equal_tokens_of_a_batch_give_equal_bits(format: int, block_size: int, dtype: torch.dtype) -> None:
+    """Up to 16 tokens are taken 4 at a time, with fewer at the end."""
+    rows, K = 45, 700
+    packed, _ = make(rows, K, format, block_size)
+    x = tokens_like((1, K), dtype)
+    for M in range(2, 20):
+        y = ops.linear(x.expand(M, K), packed, None, format, block_size, K)
+        assert torch.equal(y, y[:1].expand_as(y)), M
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

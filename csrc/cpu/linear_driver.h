@@ -67,6 +67,9 @@ inline Tensor low_rank_weight(const LowRankOperands& low, Compute compute, int64
   return units;
 }
 
+// Rows that all calls of `direct` take before the next ones: their codes come from memory once.
+constexpr int64_t kPassRows = 16;
+
 // output = x @ packed^T + bias (of `target`) + the low-rank part. x (tokens, K) of dtype, contiguous; tokens and rows are not 0.
 inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
                         const LowRankOperands* low, LinearOutput target) {
@@ -94,20 +97,31 @@ inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, 
     addend.weight = low_weight->const_data_ptr();
     addend.input = low_input->const_data_ptr();
   }
-  const LowRank* const added = low ? &addend : nullptr;
+  const int64_t output_row = target.stride * (target.dtype == DType::kFloat32 ? 4 : 2);
   if (direct) {
-    table.prepare_direct(x.const_data_ptr(), dtype, tokens, layout, compute, prepared);
+    const auto units_of = [&](int64_t m) { return static_cast<char*>(prepared) + units_bytes / tokens * m; };
+    for (int64_t m = 0; m < tokens; m += kPassTokens)
+      table.prepare_direct(at_row(x, m, K), dtype, std::min(tokens - m, kPassTokens), layout, compute, units_of(m));
     if (low) {
       torch::stable::zero_(*low_input);
       table.prepare_low_rank(low->input.const_data_ptr(), low_dtype, tokens, addend.rank, low->factor, compute, 0, addend.stride,
                              low_input->mutable_data_ptr());
     }
     parallel_rows(rows, row_grain(K), [&](int64_t begin, int64_t end) {
-      table.direct(packed, begin, end, layout, compute, prepared, tokens, added, target);
+      const int64_t step = tokens <= kPassTokens ? end - begin : kPassRows;
+      for (int64_t row = begin; row < end; row += step) {
+        for (int64_t m = 0; m < tokens; m += kPassTokens) {
+          LowRank part = addend;
+          if (low) part.input = static_cast<const char*>(addend.input) + m * addend.stride * 4;
+          const LinearOutput to{static_cast<char*>(target.data) + m * output_row, target.bias, target.stride, target.dtype};
+          table.direct(packed, row, std::min(row + step, end), layout, compute, units_of(m), std::min(tokens - m, kPassTokens),
+                       low ? &part : nullptr, to);
+        }
+      }
     });
     return;
   }
-  const int64_t output_row = target.stride * (target.dtype == DType::kFloat32 ? 4 : 2);
+  const LowRank* const added = low ? &addend : nullptr;
   for (int64_t m = 0; m < tokens; m += kLinearTokens) {
     const int64_t count = std::min(tokens - m, kLinearTokens);
     const char* source = at_row(x, m, K);

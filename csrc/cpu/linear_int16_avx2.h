@@ -20,7 +20,7 @@ constexpr float int16_steps(int32_t format) { return is_fp4(format) ? 8064.0f : 
 struct Int16 : Float32 {
   static constexpr Compute kCompute = Compute::kInt16;
   static constexpr bool kBFloat16By4Bit = true;
-  static constexpr int kDirectTokens = 4;
+  static constexpr int kDirectTokens = 16;
 };
 
 // A prepared group: 64 words of each token, then 8 floats. The first are the tokens' factors, 0 where the words are bf16; the last is 1
@@ -31,7 +31,7 @@ constexpr int direct_units<Int16>(int tokens) {
   return tokens * kWords + 8;
 }
 constexpr int kHasBFloat16Words = 7;
-static_assert(Int16::kDirectTokens <= kHasBFloat16Words);
+static_assert(kPassTokens <= kHasBFloat16Words);
 
 // Words come out as 2 vectors of even elements, then 2 of odd ones; inside, as byte unpacking leaves them.
 constexpr int word_at(int position) {
@@ -105,10 +105,12 @@ template <int M, Codes codes>
   }
 }
 
-template <int M, Codes codes>
-inline void direct_group(const Decoder<Int16, codes>& decoder, const uint8_t* c, const BlockScales& s, int64_t group, const float* x,
-                         Vector sum[M]) {
-  const Vector scale = decoder.exact.scale(s, group);
+template <int R, int M, Codes codes>
+inline void direct_group(const Decoder<Int16, codes>& decoder, const uint8_t* c, int64_t, const BlockScales* s, int64_t group,
+                         const float* x, Vector sums[R][M]) {
+  static_assert(R == 1);
+  Vector* const sum = sums[0];
+  const Vector scale = decoder.exact.scale(*s, group);
   const float* const factors = x + M * kWords;
   if (factors[kHasBFloat16Words] != 0.0f) [[unlikely]] {
     Vector products[M];  // not `sum`: what a call may write leaves the registers

@@ -54,33 +54,47 @@ struct TailCodes {
 
 // ---- direct: dot products of decoded registers with M activations, R rows at a time --------------------------------
 
-template <int M, class Product, Codes codes>
-inline void direct_group(const Decoder<Product, codes>& decoder, const uint8_t* c, const typename Decoder<Product, codes>::Scales& s,
-                         int64_t group, const float* x, Vector sum[M]) {
+// One group of R rows, `stride` bytes apart, for M tokens.
+template <int R, int M, class Product, Codes codes>
+inline void direct_group(const Decoder<Product, codes>& decoder, const uint8_t* c, int64_t stride,
+                         const typename Decoder<Product, codes>::Scales* s, int64_t group, const float* x, Vector sum[R][M]) {
   constexpr int kVectors = Product::kVectors;
-  typename Product::Values v[kVectors];
-  if constexpr (Product::kUnitElements == 1 && M < 4) {
+  if constexpr (Product::kUnitElements == 1) {
     // One multiplication by the scales for each token's group is cheaper than one for each decoded vector.
-    decoder.values(c, v);
-    const Vector factor = decoder.scale(s, group);
+    typename Product::Values v[kVectors];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r) {
+      decoder.values(c + r * stride, v);
+      const Vector factor = decoder.scale(s[r], group);
 #pragma GCC unroll 8
-    for (int m = 0; m < M; ++m) {
-      const float* p = x + m * kVectors * kLanes;
-      Vector even = Product::multiply_add(v[0], Product::load(p), zero_vector());
-      Vector odd = Product::multiply_add(v[1], Product::load(p + kLanes), zero_vector());
+      for (int m = 0; m < M; ++m) {
+        const float* p = x + m * kVectors * kLanes;
+        Vector even = Product::multiply_add(v[0], Product::load(p), zero_vector());
+        Vector odd = Product::multiply_add(v[1], Product::load(p + kLanes), zero_vector());
 #pragma GCC unroll 8
-      for (int i = 2; i < kVectors; i += 2) {
-        even = Product::multiply_add(v[i], Product::load(p + i * kLanes), even);
-        odd = Product::multiply_add(v[i + 1], Product::load(p + (i + 1) * kLanes), odd);
+        for (int i = 2; i < kVectors; i += 2) {
+          even = Product::multiply_add(v[i], Product::load(p + i * kLanes), even);
+          odd = Product::multiply_add(v[i + 1], Product::load(p + (i + 1) * kLanes), odd);
+        }
+        sum[r][m] = Product::multiply_add(factor, even + odd, sum[r][m]);
       }
-      sum[m] = Product::multiply_add(factor, even + odd, sum[m]);
     }
   } else {
-    decoder.scaled(c, s, group, v);
+    constexpr int kShared = R * (M + kVectors) < 32 ? R : R > 2 ? 2 : 1;  // rows that share a load of x, as registers allow
+#pragma GCC unroll 4
+    for (int r0 = 0; r0 < R; r0 += kShared) {
+      typename Product::Values v[kShared][kVectors];
+#pragma GCC unroll 4
+      for (int r = 0; r < kShared; ++r) decoder.scaled(c + (r0 + r) * stride, s[r0 + r], group, v[r]);
 #pragma GCC unroll 8
-    for (int i = 0; i < kVectors; ++i) {
+      for (int i = 0; i < kVectors; ++i) {
 #pragma GCC unroll 8
-      for (int m = 0; m < M; ++m) sum[m] = Product::multiply_add(v[i], Product::load(x + (m * kVectors + i) * kLanes), sum[m]);
+        for (int m = 0; m < M; ++m) {
+          const auto units = Product::load(x + (m * kVectors + i) * kLanes);
+#pragma GCC unroll 4
+          for (int r = 0; r < kShared; ++r) sum[r0 + r][m] = Product::multiply_add(v[r][i], units, sum[r0 + r][m]);
+        }
+      }
     }
   }
 }
@@ -112,19 +126,15 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
     for (int r = 0; r < R; ++r) scales[r].load(base + r * l.row_bytes, l, start, count);
     for (int64_t g = 0; g < groups; ++g) {
       const float* p = x + (first + g) * kGroupUnits;
+      const uint8_t* c = base + (first + g) * D::kCodeBytes;
 #pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) {
-        const uint8_t* c = base + r * l.row_bytes + (first + g) * D::kCodeBytes;
-        prefetch(c + R * l.row_bytes);  // the same place of the next rows
-        direct_group<M>(decoder, c, scales[r], g, p, sum[r]);
-      }
+      for (int r = 0; r < R; ++r) prefetch(c + (R + r) * l.row_bytes);  // the same place of the next rows
+      direct_group<R, M>(decoder, c, l.row_bytes, scales, g, p, sum);
     }
     if (groups * kGroup < count) {
-      TailCodes<codes> tail;
-      for (int r = 0; r < R; ++r) {
-        tail.load(base + r * l.row_bytes, l, first + groups);
-        direct_group<M>(decoder, tail.bytes, scales[r], groups, x + (first + groups) * kGroupUnits, sum[r]);
-      }
+      TailCodes<codes> tails[R];
+      for (int r = 0; r < R; ++r) tails[r].load(base + r * l.row_bytes, l, first + groups);
+      direct_group<R, M>(decoder, tails[0].bytes, sizeof(TailCodes<codes>), scales, groups, x + (first + groups) * kGroupUnits, sum);
     }
   }
   if (low_rank) direct_low_rank<Product, R, M>(*low_rank, row, sum);
@@ -138,7 +148,7 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
 template <class Product, Codes codes, int M>
 void direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units,
             const LowRank* low_rank, const LinearOutput& output) {
-  constexpr int R = kLanes < 16 ? 1 : M <= 2 ? 4 : 2;  // 16 registers hold one row's values and sums, 32 those of more
+  constexpr int R = kLanes < 16 ? 1 : 4;  // 16 registers hold one row's values and sums, 32 those of four
   const Decoder<Product, codes> decoder(l);
   const float* x = static_cast<const float*>(units);
   int64_t row = row_begin;

@@ -34,10 +34,6 @@ inline void with_input(const void* input, DType dtype, const Body& body) {
   body(static_cast<const BFloat16*>(input));
 }
 
-// Most tokens that `direct` takes.
-template <class Product>
-constexpr int kMostDirectTokens = kOnTiles<Product> ? 0 : Product::kDirectTokens;
-
 // body.operator()<tokens>(), for 1 to MOST tokens.
 template <int MOST, class Body>
 inline void with_tokens(int64_t tokens, const Body& body) {
@@ -64,7 +60,7 @@ void linear_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, co
                    int64_t tokens, const LowRank* low_rank, const LinearOutput& output) {
   with_product_and_codes<DirectProducts>(compute, l, [&]<class P, class C>(P, C) {
     constexpr Codes codes = C::kCodes;
-    with_tokens<kMostDirectTokens<P>>(
+    with_tokens<kOnTiles<P> ? 0 : kPassTokens>(
         tokens, [&]<int M>() { direct<P, codes, M>(packed, row_begin, row_end, l, units, low_rank, output); });
   });
 }
@@ -123,7 +119,7 @@ constexpr LinearKernels linear_kernels() {
     // tokens tiles are faster.
     if (kOnTiles<P>) k.exact_tokens = 4;
   });
-  for_each_product(DirectProducts{}, [&]<class P>(P) { k.arithmetic[int(P::kCompute)].direct_tokens = kMostDirectTokens<P>; });
+  for_each_product(DirectProducts{}, [&]<class P>(P) { k.arithmetic[int(P::kCompute)].direct_tokens = kOnTiles<P> ? 0 : P::kDirectTokens; });
   k.group = kGroup;
   k.lanes = kLanes;
   k.tile_tokens = kTileVectors * kLanes;
