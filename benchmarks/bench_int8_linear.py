@@ -24,14 +24,15 @@ TOKENS = (1, 4, 16, 128, 512)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def bitsandbytes_case(weight: torch.Tensor, x: torch.Tensor, flops: int) -> dict[str, Case]:
+def bitsandbytes_case(weights: list[torch.Tensor], x: torch.Tensor, flops: int) -> dict[str, Case]:
     try:
         import bitsandbytes.functional as BF
     except ImportError:
         return {}
-    codes, scales, _ = BF.int8_vectorwise_quant(weight.half())
+    quantized = [BF.int8_vectorwise_quant(weight.half()) for weight in weights]
 
     def run(i: int) -> torch.Tensor:
+        codes, scales, _ = quantized[i % len(quantized)]
         q, s, _ = BF.int8_vectorwise_quant(x.half())
         return BF.int8_mm_dequant(BF.int8_linear_matmul(q, codes), s, scales)
 
@@ -43,19 +44,19 @@ def compare(report: harness.Report, M: int, name: str, source: list[torch.Tensor
     weights = [w.to(dtype) for w in source]
     packed = [ops.quantize(w, 4, 0) for w in source]
     x, flops, moved = torch.randn(M, K).to(dtype), 2 * M * N * K, N * packed[0].shape[1]
-    codes = packed[0][:, :K].view(torch.int8).contiguous().t()
+    codes = [p[:, :K].view(torch.int8).contiguous().t() for p in packed]
     q = ops.quantize(x, 4, 0)[:, :K].view(torch.int8).contiguous()
     n = len(source)
     cases = {
         "halfbyte": Case(lambda i: ops.int8_linear(x, packed[i % n], None, K), bytes=moved, flops=flops),
         "halfbyte linear": Case(lambda i: ops.linear(x, packed[i % n], None, 4, 0, K), bytes=moved, flops=flops),
         "dense": Case(lambda i: F.linear(x, weights[i % n]), flops=flops),
-        "torch._int_mm alone": Case(lambda i: torch._int_mm(q, codes), flops=flops),
+        "torch._int_mm alone": Case(lambda i: torch._int_mm(q, codes[i % n]), flops=flops),
     }
     if name == "bf16":
         x32 = x.float()
         cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i % n]), flops=flops)
-    cases |= bitsandbytes_case(source[0], x, flops)
+    cases |= bitsandbytes_case(source, x, flops)
 
     def verify() -> None:
         expected = reference.int8_linear(x[:4], packed[0][:64], None, K)
