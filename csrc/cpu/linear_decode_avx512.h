@@ -5,6 +5,7 @@
 
 #include "linear_products.h"
 #include "linear_scales.h"
+#include "simd/avx512.h"
 
 namespace halfbyte::cpu {
 namespace {
@@ -101,6 +102,28 @@ inline void order_words(const BFloat16* x, float* out) {
     _mm512_storeu_si512(out + 32 * q, _mm512_and_si512(pairs, _mm512_set1_epi32(int32_t(0xFFFF0000))));
     _mm512_storeu_si512(out + 32 * q + 16, _mm512_slli_epi32(pairs, 16));
   }
+}
+
+// 128 elements as floats in that order: one round moves the bottom bit of a position's seven to the top.
+template <class T>
+inline void order_words(const T* x, float* out) {
+  const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+  const __m512i odd = _mm512_or_si512(even, _mm512_set1_epi32(1));
+  __m512 a[8], b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) a[i] = load_floats(x + 16 * i);
+#pragma GCC unroll 3
+  for (int round = 0; round < 3; ++round) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      b[i] = _mm512_permutex2var_ps(a[2 * i], even, a[2 * i + 1]);
+      b[i + 4] = _mm512_permutex2var_ps(a[2 * i], odd, a[2 * i + 1]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; ++i) a[i] = b[i];
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) _mm512_storeu_ps(out + 16 * (i ^ 1), a[i]);
 }
 
 // A group's 128 values from the order of element_at to their own.

@@ -140,7 +140,22 @@ inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, 
   }
 }
 
-// matrix (tokens, columns) as `backward` takes it: block of kLinearTokens after block.
+// Tokens of a block of the backward, which threads share out by blocks and groups of columns: 5 groups (K = 576) are no even work for 2
+// threads, and none at all for most of 16. Every block decodes anew, which takes as long as multiplying kDecodingTokens tokens.
+inline int64_t backward_block(int64_t tokens, int64_t groups) {
+  constexpr int64_t kDecodingTokens = 16, kMultiple = 16;  // of every gradient_tokens
+  const int64_t threads = torch::stable::get_num_threads(), most = std::min(tokens, kLinearTokens);
+  int64_t best = 0, least = 0;
+  for (int64_t parts = 1; parts <= threads && (parts == 1 || most / parts >= kMultiple); ++parts) {
+    const int64_t block = round_up((most + parts - 1) / parts, kMultiple);
+    const int64_t work = (tokens + block - 1) / block * groups;
+    const int64_t time = (work + threads - 1) / threads * (std::min(block, tokens) + kDecodingTokens);
+    if (parts == 1 || time < least) best = block, least = time;
+  }
+  return best;
+}
+
+// matrix (tokens, columns) as `backward` takes it: block after block.
 struct PreparedGradients {
   Tensor units;
   int64_t stride;  // units of each token in a block
@@ -150,17 +165,19 @@ struct PreparedGradients {
   }
 };
 
-inline PreparedGradients prepare_gradients(const Tensor& matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute) {
+// `block`: backward_block's.
+inline PreparedGradients prepare_gradients(const Tensor& matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute,
+                                           int64_t block) {
   const LinearKernels& table = kernels().linear;
   const int64_t elements = elements_per_unit(compute), together = table.in(compute).gradient_tokens;
   const int64_t stride = round_up((columns + elements - 1) / elements, table.in(compute).gradient_units);
   Tensor units = unit_buffer(matrix, round_up(tokens, together) * stride * elements, compute);
   auto* out = static_cast<char*>(units.mutable_data_ptr());
-  const int64_t strips = kLinearTokens / together, all = (tokens + together - 1) / together;
+  const int64_t strips = block / together, all = (tokens + together - 1) / together;
   parallel_rows(all, row_grain(columns * together), [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end;) {
-      const int64_t block = at / strips, token = block * kLinearTokens, last = std::min(end, (block + 1) * strips);
-      const int64_t count = std::min(tokens - token, kLinearTokens);
+      const int64_t token = at / strips * block, last = std::min(end, (at / strips + 1) * strips);
+      const int64_t count = std::min(tokens - token, block);
       table.prepare_gradients(at_row(matrix, token, columns), dtype, count, columns, compute, at * together - token,
                               std::min(last * together - token, count), out + token * stride * 4);
       at = last;
@@ -176,7 +193,8 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
   const LinearKernels& table = kernels().linear;
   const Compute compute = compute_for(dtype, table);
   const int64_t K = layout.in_features;
-  const PreparedGradients source = prepare_gradients(grad, dtype, tokens, rows, compute);
+  const int64_t groups = (K + table.group - 1) / table.group, block = backward_block(tokens, groups);
+  const PreparedGradients source = prepare_gradients(grad, dtype, tokens, rows, compute, block);
   LowRank addend{};
   std::optional<Tensor> weight_units;
   std::optional<PreparedGradients> low;
@@ -186,21 +204,20 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
     weight_units = unit_buffer(grad, addend.rank * round_up(K, table.group), compute);
     table.prepare_direct(low_weight->const_data_ptr(), checked_dtype(op, "lora_A", low_weight->scalar_type()), addend.rank, layout,
                          compute, weight_units->mutable_data_ptr());
-    low = prepare_gradients(*low_input, checked_dtype(op, "grad_projected", low_input->scalar_type()), tokens, addend.rank, compute);
+    low = prepare_gradients(*low_input, checked_dtype(op, "grad_projected", low_input->scalar_type()), tokens, addend.rank, compute,
+                            block);
     addend.weight = weight_units->const_data_ptr();
   }
-  const int64_t blocks = (tokens + kLinearTokens - 1) / kLinearTokens;
-  const int64_t groups = (K + table.group - 1) / table.group;
   const int64_t output_row = K * (dtype == DType::kFloat32 ? 4 : 2);
   auto* target = static_cast<char*>(output);
-  parallel_rows(blocks * groups, row_grain(rows * table.group * std::min(tokens, kLinearTokens)), [&](int64_t begin, int64_t end) {
+  const int64_t work = (tokens + block - 1) / block * groups;
+  parallel_rows(work, row_grain(rows * table.group * std::min(tokens, block)), [&](int64_t begin, int64_t end) {
     const WorkspaceLease scratch(table.scratch_bytes);
     LowRank mine = addend;
     for (int64_t at = begin; at < end;) {
-      const int64_t block = at / groups, group = at % groups, token = block * kLinearTokens;
-      const int64_t group_end = std::min(groups, group + end - at);
+      const int64_t group = at % groups, group_end = std::min(groups, group + end - at), token = at / groups * block;
       if (low) mine.input = low->block(token);
-      table.backward(packed, rows, group, group_end, layout, compute, source.block(token), std::min(tokens - token, kLinearTokens),
+      table.backward(packed, rows, group, group_end, layout, compute, source.block(token), std::min(tokens - token, block),
                      low ? &mine : nullptr, LinearOutput{target + token * output_row, nullptr, K, dtype}, scratch.data());
       at += group_end - group;
     }

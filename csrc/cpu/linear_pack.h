@@ -67,19 +67,18 @@ struct Order {
 template <class Product, Codes codes, class T>
 inline void order_group(const T* x, int64_t count, typename Product::Element* out) {
   static constexpr Order<Product, codes> order;
-  if (count >= kGroup) {
-    if constexpr (order.natural()) {  // a loop of its own: becomes vectors
-      for (int i = 0; i < kGroup; ++i) convert(out[i], x[i]);
-    } else if constexpr (requires { order_words(x, out); }) {  // has instructions for it
-      order_words(x, out);
-    } else {
-      for (int i = 0; i < kGroup; ++i) convert(out[i], x[order.element[i]]);
-    }
+  T padded[kGroup];
+  if (count < kGroup) {
+    memset(padded, 0, sizeof padded);
+    memcpy(padded, x, size_t(count) * sizeof(T));
+    x = padded;
+  }
+  if constexpr (order.natural()) {  // a loop of its own: becomes vectors
+    for (int i = 0; i < kGroup; ++i) convert(out[i], x[i]);
+  } else if constexpr (requires { order_words(x, out); }) {  // has instructions for it
+    order_words(x, out);
   } else {
-    for (int i = 0; i < kGroup; ++i) {
-      if (order.element[i] < count) convert(out[i], x[order.element[i]]);
-      else convert(out[i], 0.0f);
-    }
+    for (int i = 0; i < kGroup; ++i) convert(out[i], x[order.element[i]]);
   }
 }
 
