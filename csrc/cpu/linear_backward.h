@@ -173,6 +173,17 @@ inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t columns,
   }
 }
 
+// Sums of a half group's columns, as keep_half leaves them, where a whole group's vectors have them; the rest is waste.
+template <class Product, Codes codes, class At>
+inline void spread_half(const At& at, Vector v[kGroup / kLanes]) {
+  constexpr bool kByLanes = kFirstHalf<Product, codes> == FirstHalf::kLanes;
+  constexpr int kSpan = kByLanes ? kLanes * Product::kUnitElements : kGroup, kKept = kSpan / 2;  // columns, of which the first are there
+  for (int i = 0; i < kGroup / kLanes; ++i) {
+    const int span = i * kLanes / kSpan, column = i * kLanes % kSpan;
+    v[i] = column < kKept ? at(span * kKept + column) : zero_vector();
+  }
+}
+
 template <class Product, Codes codes>
 void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, const void* grad,
               int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
@@ -187,15 +198,17 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
   float* sums = panel + shape.panel_floats();
   for (int64_t g0 = group_begin; g0 < group_end; g0 += column_groups) {
     const int64_t groups = g0 + column_groups < group_end ? column_groups : group_end - g0;
+    const bool half = ends_in_half<Product, codes>(l) && (g0 + groups) * kGroup > l.in_features;  // the last of them
+    const int64_t columns = groups * kGroup - (half ? kGroup / 2 : 0);
     bool first = true;
     // sums (+)= grads (tokens, reduced rows) @ rows (reduced, columns)
     const auto accumulate = [&](int64_t reduced_rows, const void* grads, const auto& row) {
       const int64_t reduced = round_up(units_of<Product>(reduced_rows), kUnitMultiple<Product>);
       for (int64_t u0 = 0; u0 < reduced; u0 += shape.units, first = false) {
         const int64_t units = u0 + shape.units < reduced ? shape.units : reduced - u0;
-        fill_panel<Product>(reduced_rows, u0 * kElements, units, groups * kGroup, shape, panel, row);
+        fill_panel<Product>(reduced_rows, u0 * kElements, units, columns, shape, panel, row);
         const auto a = L::gradients(shape, static_cast<const float*>(grads), tokens, reduced, u0);
-        L::multiply(shape, a, tokens, units, panel, groups * kGroup, sums, first);
+        L::multiply(shape, a, tokens, units, panel, columns, sums, first);
       }
     };
     accumulate(rows, grad, [&](int64_t n, float* out) {
@@ -208,6 +221,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
         const float* source = static_cast<const float*>(low_rank->weight) + (g0 * low_rank->rank + n) * kGroupUnits;
         for (int64_t g = 0; g < groups; ++g, source += low_rank->rank * kGroupUnits, out += kGroupUnits)
           memcpy(out, source, kGroupUnits * sizeof(float));
+        if (half) keep_half<Product, codes>(out - kGroupUnits);
       });
     }
     for (int64_t m = 0; m < tokens; ++m) {
@@ -215,7 +229,10 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
         const int64_t column = (g0 + g) * kGroup;
         const int64_t count = column + kGroup < l.in_features ? kGroup : l.in_features - column;
         Vector v[kGroup / kLanes];
-        for (int i = 0; i < kGroup / kLanes; ++i) v[i] = Product::load_sums(sums + L::sum_at(shape, m, g * kGroup + i * kLanes));
+        const auto at = [&](int64_t c) { return Product::load_sums(sums + L::sum_at(shape, m, g * kGroup + c)); };
+        if (half && g == groups - 1) spread_half<Product, codes>(at, v);
+        else
+          for (int i = 0; i < kGroup / kLanes; ++i) v[i] = at(i * kLanes);
         restore_order<Product, codes>(v);
         float natural[kGroup];
         for (int i = 0; i < kGroup / kLanes; ++i) store_values(natural + i * kLanes, v[i]);

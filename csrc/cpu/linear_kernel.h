@@ -219,7 +219,7 @@ inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, 
 constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are on their way
 
 // Decoded groups [first, first + count) of one row, in decode order. A partial last group is filled up with anything finite
-// that its scale allows: the activations there are zero, or the columns are not stored.
+// that its scale allows: the activations there are zero, or the columns are not stored. Where ends_in_half, it is half as long.
 // Vectors are stored kStep floats apart. `loaded`: the row's scales, where they hold for all of it. `next`: as many codes that
 // are fetched meanwhile.
 template <class Product, Codes codes, int64_t kStep = kLanes>
@@ -245,7 +245,12 @@ inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* ro
     TailCodes<codes> tail;
     tail.load(row, l, first + whole);
     decoder.scaled(tail.bytes, scales, whole, v);
-    for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kStep, v[i]);
+    alignas(64) float group[Product::kVectors * kLanes];
+    for (int i = 0; i < Product::kVectors; ++i) store_values(group + i * kLanes, v[i]);
+    const bool half = ends_in_half<Product, codes>(l);
+    if (half) keep_half<Product, codes>(group);
+    for (int i = 0; i < (half ? Product::kVectors / 2 : Product::kVectors); ++i)
+      memcpy(out + i * kStep, group + i * kLanes, kLanes * sizeof(float));
   }
 }
 

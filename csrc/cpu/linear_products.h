@@ -1,7 +1,8 @@
 // Lists of the arithmetics that linear's kernels have in one ISA. Included once per ISA; isa_<name>.cpp declares the lists.
 //
 // `DirectProducts` are those of `direct`, `Products` those of everything else; the last of both is Float32, which takes what no other is
-// meant for. An arithmetic is a type, `Product` in the kernels, declared in linear_decode_<isa>.h, linear_bfloat16_avx512.h or linear_int16_avx2.h:
+// meant for. An arithmetic is a type, `Product` in the kernels, declared in linear_decode_<isa>.h, linear_bfloat16_avx512.h or
+// linear_int16_avx2.h:
 //   kCompute             its name at run time
 //   kBFloat16By4Bit      of bf16 tokens by 4-bit codes only: its kernels would be wrong for others
 //   kDirectTokens        up to this M `direct` is faster than `tiled`

@@ -119,7 +119,9 @@ constexpr LinearKernels linear_kernels() {
     // tokens tiles are faster.
     if (kOnTiles<P>) k.exact_tokens = 4;
   });
-  for_each_product(DirectProducts{}, [&]<class P>(P) { k.arithmetic[int(P::kCompute)].direct_tokens = kOnTiles<P> ? 0 : P::kDirectTokens; });
+  for_each_product(DirectProducts{}, [&]<class P>(P) {
+    k.arithmetic[int(P::kCompute)].direct_tokens = kOnTiles<P> ? 0 : P::kDirectTokens;
+  });
   k.group = kGroup;
   k.lanes = kLanes;
   k.tile_tokens = kTileVectors * kLanes;

@@ -160,7 +160,7 @@ class WeightRows {
   }
 
   void decode(int64_t r, const uint8_t* row, int64_t unit, int64_t count, float* out, const uint8_t* next, int64_t next_unit) const {
-    decode_row<Product, codes, L::kVectorStep>(decoder, row, l, unit / kGroupUnits, count / kGroupUnits, out,
+    decode_row<Product, codes, L::kVectorStep>(decoder, row, l, unit / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits, out,
                                                Scales::kWholeRow ? scales + r : nullptr,
                                                L::kFetchDecoding ? next + codes_at(next_unit) : nullptr);
     if (!Scales::kWholeRow) prefetch(next + scales_at(l, next_unit * Product::kUnitElements));
@@ -196,7 +196,7 @@ template <class Product, Codes codes>
 void tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units, int64_t tokens,
            const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   WeightRows<Product, codes> rows(l, tokens, low_rank, output);
-  const int64_t all = padded_features(l) / Product::kUnitElements;
+  const int64_t all = padded_features<Product, codes>(l) / Product::kUnitElements;
   walk_panels<Product>(packed, row_begin, row_end, l.row_bytes, units, tokens, all, scratch, rows);
 }
 
