@@ -1,6 +1,6 @@
 """Sets the CPU kernels' targets beside what was measured, per instruction set, from the committed results.
 
-    python benchmarks/cpu_targets.py     # results/{dequantize,...}-{amx,avx512,...}.json -> cpu-targets.json
+    python benchmarks/cpu_targets.py     # results/{dequantize,...}-{amx,avx512_zen5,...}.json -> cpu-targets.json
 
 A cell says how often our time fits into the peer's, and which shares of the floors (a copy of as many bytes, a read or a
 write of those that are read or written, in the same rounds) are reached. Goals are those of the design for machines with
@@ -10,11 +10,20 @@ AVX-512 (with or without AMX) and with AVX2.
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any, NamedTuple
 
-RESULTS = Path(__file__).parent / "results"
-ISAS = ("amx", "avx512", "avx512_vnni", "avx2", "scalar")
+from readme_tables import FLOORS, HERE
+
+RESULTS = HERE / "results"
+# Ending of a result's name: heading of its column. An instruction set, and the kind of CPU where there are two.
+COLUMNS = {
+    "amx": "amx",
+    "avx512_zen5": "avx512, Zen 5",
+    "avx512": "avx512, Zen 4",
+    "avx512_vnni": "avx512_vnni",
+    "avx2": "avx2",
+    "scalar": "scalar",
+}
 
 
 class Target(NamedTuple):
@@ -45,7 +54,7 @@ TARGETS = [
             ("linear", 64, "fp32", "dense", ("1x", "1.3x")),
             ("linear", 512, "bf16", "dense", ("1x", "1x")),
             ("linear", 512, "fp32", "dense", ("1x", "1x")),
-            ("linear_2048", 2048, "bf16", "dense", ("1x", "1x")),
+            ("linear", 2048, "bf16", "dense", ("1x", "1x")),
         )
     ),
     Target("AdamW8bit fp32, 16.8 M", "optimizer", "AdamW8bit, 4096 x 4096 fp32", "bitsandbytes", ("29x", "24x")),
@@ -54,24 +63,24 @@ TARGETS = [
 ]
 
 
-def rows_of(benchmark: str, isa: str, title: str) -> dict[str, dict[str, Any]]:
+def rows_of(benchmark: str, ending: str, title: str) -> dict[str, dict[str, Any]]:
     """The rows of one comparison by name; empty where it was not measured."""
-    path = RESULTS / f"{benchmark}-{isa}.json"
-    for comparison in json.loads(path.read_text())["comparisons"] if path.is_file() else []:
-        if comparison["title"] == title:
-            return {row["name"]: row for row in comparison["rows"]}
+    for path in sorted(RESULTS.glob(f"{benchmark}*-{ending}.json")):  # some have their longest rows in a file of their own
+        for comparison in json.loads(path.read_text())["comparisons"]:
+            if comparison["title"] == title:
+                return {row["name"]: row for row in comparison["rows"]}
     return {}
 
 
-def cell(target: Target, isa: str) -> str:
-    """What was measured on one instruction set."""
-    rows = rows_of(target.benchmark, isa, target.title)
+def cell(target: Target, ending: str) -> str:
+    """What was measured for one column."""
+    rows = rows_of(target.benchmark, ending, target.title)
     if target.ours not in rows or target.peer not in rows:
         return "-"
     ours = rows[target.ours]["median"]
     peers = [target.peer, f"{target.peer} in fp32"]  # torch's bf16 product is the slower one on CPUs without bf16 units
     text = f"{min(rows[peer]['median'] for peer in peers if peer in rows) / ours:.2f}x"
-    for floor in ("copy", "read", "write"):
+    for floor in FLOORS:
         if floor in rows and target.peer.startswith("bitsandbytes"):
             text += f", {100 * rows[floor]['median'] / ours:.0f} % of {floor}"
     return text
@@ -79,22 +88,24 @@ def cell(target: Target, isa: str) -> str:
 
 def main() -> None:
     """Writes results/cpu-targets.json."""
-    columns = ["work", "over", "goal amx, avx512*", "goal avx2", *(f"measured {isa}" for isa in ISAS)]
-    rows = [[t.label, t.peer, *t.goals, *(cell(t, isa) for isa in ISAS)] for t in TARGETS]
+    columns = ["work", "over", "goal amx, avx512*", "goal avx2", *(f"measured {heading}" for heading in COLUMNS.values())]
+    rows = [[t.label, t.peer, *t.goals, *(cell(t, ending) for ending in COLUMNS)] for t in TARGETS]
     sources = {path.name: json.loads(path.read_text())["environment"] for path in RESULTS.glob("*-*.json")}
-    used = {name: env for name, env in sources.items() if name.removesuffix(".json").split("-")[-1] in ISAS}
+    used = {name: env for name, env in sources.items() if name.removesuffix(".json").split("-")[-1] in COLUMNS}
 
-    def seen(isa: str, key: str) -> str:
-        return "/".join(sorted({str(env[key]) for name, env in used.items() if name.endswith(f"-{isa}.json")}))
+    def seen(ending: str, key: str) -> str:
+        return "/".join(sorted({str(env[key]) for name, env in used.items() if name.endswith(f"-{ending}.json")}))
 
-    machines = "; ".join(f"{isa} {seen(isa, 'cpu')}, {seen(isa, 'threads')} threads" for isa in ISAS)
+    machines = "; ".join(
+        f"{heading}: {seen(ending, 'cpu')}, {seen(ending, 'threads')} threads" for ending, heading in COLUMNS.items()
+    )
     title = (
         "Targets of the CPU kernels beside the measured ratios (peer's time over ours) and shares of the floor; results of "
         f"the other sections. {machines}; avx2 and scalar are forced on machines that have more: halfbyte by "
         "HALFBYTE_CPU_ISA, torch by its own switches where its section says so; bitsandbytes has none and uses AVX-512 "
         "in every column; \"dense\" is the faster of torch's products in bf16 and in fp32."
     )
-    environment = next(env for name, env in sorted(used.items()) if name.endswith("-avx512.json"))
+    environment = next(env for name, env in sorted(used.items()) if name.endswith("-avx512_zen5.json"))
     content = {"benchmark": "cpu-targets", "environment": environment, "title": title, "columns": columns, "rows": rows}
     (RESULTS / "cpu-targets.json").write_text(json.dumps(content, indent=1) + "\n")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+FLOORS = ("copy", "read", "write")  # rows of a comparison that are bandwidths, and no peer
 
 # What to read: row of the README, results file, title of the comparison, {column: case}. The first column is ours.
 SPEED = [
@@ -29,16 +30,16 @@ SPEED = [
     ("the same, fp32, 512 tokens", "lora", "LoRA r=16 nf4 fp32 M=512, forward + backward", {"torch": ("dense", "dense")}),
     ("`int8_linear`, bf16, 128 tokens", "int8_linear", "int8_linear bf16 M=128", {"torch": ("dense", "dense")}),
 ]
-# Row of the README, results file, column of its table, {column of the README: row of its table}, is more better
+# Row of the README, results file, its ending, column of its table, {column of the README: row of its table}, is more better
 TRAINED = {"halfbyte nf4": "halfbyte nf4 bf16", "bitsandbytes nf4": "bitsandbytes nf4 bf16"}
 TRAINED["dense bf16"] = "torch dense bf16"
 LOADED = {"halfbyte nf4": "halfbyte nf4", "bitsandbytes nf4": "bitsandbytes nf4", "dense bf16": "dense bfloat16"}
 LOADED["Quanto int4"] = "quanto int4"
 WHOLE = [
-    ("LoRA r=8 on SmolLM2-135M, bf16, tokens a second", "finetune", "tokens/s", TRAINED, True),
-    ("peak anonymous memory of that run, MB", "finetune", "peak MB", TRAINED, False),
-    ("loading a 446 M Llama, seconds", "load", "seconds", LOADED, False),
-    ("peak anonymous memory of that, MiB", "load", "peak anonymous MiB", LOADED, False),
+    ("Zen 5: LoRA r=8 on SmolLM2-135M, bf16, tokens a second", "finetune", "avx512_zen5", "tokens/s", TRAINED, True),
+    ("peak anonymous memory of that run, MB", "finetune", "avx512_zen5", "peak MB", TRAINED, False),
+    ("Zen 4: loading a 446 M Llama, seconds", "load", "avx512", "seconds", LOADED, False),
+    ("peak anonymous memory of that, MiB", "load", "avx512", "peak anonymous MiB", LOADED, False),
 ]
 
 
@@ -85,8 +86,8 @@ def whole_runs() -> str:
     """Training and loading, from start to end."""
     columns = ["halfbyte nf4", "bitsandbytes nf4", "dense bf16", "Quanto int4"]
     rows = []
-    for label, file, column, cases, more in WHOLE:
-        table = table_of(load(file))
+    for label, file, ending, column, cases, more in WHOLE:
+        table = table_of(load(file, ending))
         at = table["columns"].index(column)
         cells = {row[0]: row[at] for row in table["rows"]}
         values = [cells[cases[c]] if c in cases else "" for c in columns]
@@ -148,6 +149,7 @@ TABLES = {
     "support": support,
     "speed": speed,
     "speed amx": lambda: speed("amx"),
+    "speed avx512_zen5": lambda: speed("avx512_zen5"),
     "whole runs": whole_runs,
     "accuracy": accuracy,
     "calibration": calibration,

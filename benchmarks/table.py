@@ -10,14 +10,14 @@ import json
 import sys
 from typing import Any
 
-from readme_tables import HERE, filled
+from readme_tables import FLOORS, HERE, filled
 
 HEAD = """# Benchmarks
 
 `make bench` runs `bench_*.py` on this machine: every result is verified first, then the peers take turns in one process, on
-buffers rotated past the last-level cache, with the floors (copy, read) in the same rounds. A turn is a call that is not
-timed, then up to 5 in a row that are. Times are medians of quiet samples, or the lower quintile where fewer than 5 were
-quiet. "times ours" is that row's time over halfbyte's in the same rounds: **below 1 we lose**.
+buffers rotated past the last-level cache, with the floors (copy, read, write) in the same rounds. A turn is a call that
+is not timed, then up to 5 in a row that are. Times are medians of quiet samples, or the lower quintile where fewer than 5
+were quiet. "times ours" is that row's time over halfbyte's in the same rounds: **below 1 we lose**.
 
 `gpu_check.py` (`make gpu`) does the same on a GPU; nobody has run it yet. What the compiler made of the CUDA kernels is
 under "sass" (`sass_counts.py`).
@@ -64,7 +64,7 @@ def comparisons(result: dict[str, Any]) -> str:
         title = comparison["title"]
         for row in comparison["rows"]:
             ratio = row["median"] / ours
-            is_peer = not row["name"].startswith("halfbyte") and row["name"] not in ("copy", "read")
+            is_peer = not row["name"].startswith("halfbyte") and row["name"] not in FLOORS
             shown = f"**{ratio:.2f}**" if is_peer and ratio < 1 else f"{ratio:.2f}"
             ms = f"{row['median'] * 1e3:.3f} | {row['low'] * 1e3:.3f} .. {row['high'] * 1e3:.3f}"
             lines.append(f"| {title} | {row['name']} | {ms} | {shown} | {row['quiet']} of {row['samples']} |")
