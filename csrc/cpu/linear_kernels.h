@@ -91,7 +91,7 @@ struct LinearKernels {
 // Rows of the largest micro-kernel: up to so many less one past the last are multiplied, and not stored.
 inline constexpr int64_t kMostTileRows = 32;
 
-// Tokens of one call of `direct`. With more, registers hold the sums of fewer rows: 2 calls of 4 are a quarter faster than one of 8.
+// Tokens of one call of `direct`. With more, registers hold the sums of fewer rows: two calls of 4 are faster than one of 8.
 inline constexpr int64_t kPassTokens = 4;
 
 // Tokens handled at once: 512 x 192 partial sums fit L2, and decoding a weight costs under 1 % of 512 multiplications.
