@@ -120,8 +120,8 @@ void int8_prepare_tiled(const uint8_t* rows, int64_t tokens, const RowLayout& l,
       if (m0 + m >= tokens) break;
       const uint8_t* row = rows + (m0 + m) * l.row_bytes;
       factors[m0 + m] = int8_factor(row, l);
-      for (int64_t u0 = 0; u0 < all; u0 += kPanelUnits<Int8Units>) {  // these lie together on tiles, too
-        const int64_t end_unit = u0 + kPanelUnits<Int8Units> < all ? u0 + kPanelUnits<Int8Units> : all;
+      for (int64_t u0 = 0; u0 < all; u0 += kTogether) {
+        const int64_t end_unit = u0 + kTogether < all ? u0 + kTogether : all;
         Int8Units::Code* out = static_cast<Int8Units::Code*>(units) + (unit_at<Int8Units>(all, tokens, m0, width, u0) + m) * kElements;
         const int64_t end_code = end_unit * kElements < K ? end_unit * kElements : K;
         for (int64_t k = u0 * kElements; k < end_code; k += kElements, out += width * kElements) Int8Units::activations(row + k, out);
@@ -163,7 +163,7 @@ class CodeRows {
   void finish(int64_t n0, int64_t rows, const float* sums) const {
     for (int64_t m0 = 0; m0 < tokens; m0 += 16) {
       const int64_t count = m0 + 16 < tokens ? 16 : tokens - m0;
-      float results[16][kPanelRows];
+      float results[16][L::kMany.rows];
       for (int64_t r = 0; r < rows; ++r) {
         int32_t integers[16];  // tokens past the end are whatever the padded tile gave
         memcpy(integers, sums + L::sums_at(r, m0), sizeof integers);
@@ -178,8 +178,8 @@ class CodeRows {
   const int64_t tokens;
   const float* const token_factors;
   const LinearOutput& output;
-  uint32_t offset[kPanelRows];
-  float factors[kPanelRows];
+  uint32_t offset[L::kMany.rows];
+  float factors[L::kMany.rows];
 };
 
 void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units,

@@ -14,11 +14,6 @@ struct BackwardShape {
   constexpr int64_t sums_stride() const { return columns + 16; }
   constexpr int64_t scratch_floats(int64_t tokens) const { return panel_floats() + tokens * sums_stride(); }
 };
-constexpr BackwardShape kBackwardMany{256, 128};
-// With few tokens reading the weight counts, and 256 columns of a row are 2 cache lines in a page of their own.
-constexpr BackwardShape kBackwardFew{1024, 32};
-
-constexpr const BackwardShape& backward_shape(int64_t tokens) { return tokens <= kFewTokens ? kBackwardFew : kBackwardMany; }
 
 template <class Product>
 inline void backward_vectors(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride,
@@ -45,23 +40,27 @@ struct BackwardLayout {
     int64_t stride;
     Ahead next;  // of the next panel, which come from L3
   };
+  // Every panel loads and stores all sums: few of them are loaded where it has many units. With few tokens reading the weight counts,
+  // and 256 columns of a row are 2 cache lines in a page of their own.
+  static constexpr BackwardShape kMany{256, 512}, kFew{1024, 128};
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
-
   static constexpr int64_t kTokensTogether = 1;
-  static constexpr int64_t kTokenUnits = kBackwardMany.units;  // the units of a prepared token are a multiple
-  static_assert(kTokenUnits % kBackwardFew.units == 0);
 
-  // Units of a token that lie together, and where those from `unit` on are in prepared gradients.
-  static int64_t run_units(const BackwardShape& shape) { return shape.units; }
-  static int64_t unit_at(const BackwardShape& shape, int64_t tokens, int64_t /*all_units*/, int64_t m, int64_t unit) {
-    return unit * tokens + m * shape.units;
+  // Units of a token that lie together from `unit` on, the first of a panel, and where they are in prepared gradients.
+  static int64_t run_units(const BackwardShape& shape, int64_t all_units, int64_t unit) {
+    return shape.units < all_units - unit ? shape.units : all_units - unit;
+  }
+  static int64_t unit_at(const BackwardShape& shape, int64_t tokens, int64_t all_units, int64_t m, int64_t unit) {
+    return unit * tokens + m * run_units(shape, all_units, unit);
   }
 
   // What meets the panel of units from `unit` on.
   static Gradients gradients(const BackwardShape& shape, const float* prepared, int64_t tokens, int64_t all_units, int64_t unit) {
     const auto at = [&](int64_t u) { return prepared + unit_at(shape, tokens, all_units, 0, u); };
     const int64_t next = unit + shape.units;
-    return {at(unit), shape.units, {next < all_units ? reinterpret_cast<const uint8_t*>(at(next)) : nullptr, 4 * shape.units, 16}};
+    Ahead ahead{};
+    if (next < all_units) ahead = {reinterpret_cast<const uint8_t*>(at(next)), 4 * run_units(shape, all_units, next), 16};
+    return {at(unit), run_units(shape, all_units, unit), ahead};
   }
 
   // Where the sum of token m and column c lies, those of kLanes columns together.
@@ -81,18 +80,16 @@ struct BackwardLayout {
 template <class Product>
   requires kOnTiles<Product>
 struct BackwardLayout<Product> {
+  static constexpr BackwardShape kMany{256, kTogether}, kFew{1024, 32};
   static constexpr int64_t kRun = kTileSide;
-
   static constexpr int64_t kTokensTogether = kTileSide;
-  static constexpr int64_t kTokenUnits = kTileSide;
 
-  static int64_t run_units(const BackwardShape&) { return kTileSide; }
+  static int64_t run_units(const BackwardShape&, int64_t /*all_units*/, int64_t /*unit*/) { return kTileSide; }
   static int64_t unit_at(const BackwardShape&, int64_t tokens, int64_t all_units, int64_t m, int64_t unit) {
-    return tile_at<Product>(all_units, strips_of(tokens), m / kTileSide, unit) + m % kTileSide * kTileSide;
+    return tile_at(all_units, strips_of(tokens), m / kTileSide, unit) + m % kTileSide * kTileSide;
   }
 
   static TileOperand gradients(const BackwardShape& shape, const float* prepared, int64_t tokens, int64_t all_units, int64_t unit) {
-    constexpr int64_t kTogether = kPanelUnits<Product>;  // units whose tiles lie together
     const int64_t left = all_units - unit / kTogether * kTogether, together = kTogether < left ? kTogether : left;
     return whole_tiles(prepared + unit_at(shape, tokens, all_units, 0, unit), together * kTileSide);
   }
@@ -116,6 +113,11 @@ struct BackwardLayout<Product> {
 #endif
 
 template <class Product>
+constexpr const BackwardShape& backward_shape(int64_t tokens) {
+  return tokens <= kFewTokens ? BackwardLayout<Product>::kFew : BackwardLayout<Product>::kMany;
+}
+
+template <class Product>
 constexpr int64_t units_of(int64_t elements) {
   return (elements + Product::kUnitElements - 1) / Product::kUnitElements;
 }
@@ -125,11 +127,12 @@ template <class Product, class T>
 void pack_gradients(const T* matrix, int64_t tokens, int64_t columns, int64_t begin, int64_t end, void* units) {
   using L = BackwardLayout<Product>;
   using E = typename Product::Element;
-  const BackwardShape& shape = backward_shape(tokens);
-  const int64_t all = round_up(units_of<Product>(columns), kUnitMultiple<Product>), run = L::run_units(shape);
+  const BackwardShape& shape = backward_shape<Product>(tokens);
+  const int64_t all = round_up(units_of<Product>(columns), kUnitMultiple<Product>);
   for (int64_t m = begin; m < end; ++m) {
     const T* row = matrix + m * columns;
-    for (int64_t u = 0; u < all; u += run) {
+    for (int64_t u = 0, run; u < all; u += run) {
+      run = L::run_units(shape, all, u);
       E* out = reinterpret_cast<E*>(static_cast<float*>(units) + L::unit_at(shape, tokens, all, m, u));
       const int64_t first = u * Product::kUnitElements, room = run * Product::kUnitElements;
       const int64_t given = columns - first < room ? columns - first : room;
@@ -146,7 +149,7 @@ inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t columns,
                        const Row& row) {
   constexpr int kElements = Product::kUnitElements;
   constexpr int64_t kRun = BackwardLayout<Product>::kRun;
-  alignas(64) float decoded[kElements][kBackwardFew.columns / kElements];
+  alignas(64) float decoded[kElements][BackwardLayout<Product>::kFew.columns / kElements];
   for (int64_t u = 0; u < units; ++u) {
     for (int e = 0; e < kElements; ++e) {
       const int64_t n = n0 + u * kElements + e;
@@ -191,7 +194,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
   constexpr int kElements = Product::kUnitElements;
   constexpr int64_t kGroupUnits = kGroup / kElements;
   const Decoder<Product, codes> decoder(l);
-  const BackwardShape& shape = backward_shape(tokens);
+  const BackwardShape& shape = backward_shape<Product>(tokens);
   const int64_t column_groups = shape.columns / kGroup;
   [[maybe_unused]] const typename Layout<Product>::Scope scope{};
   float* panel = static_cast<float*>(scratch);

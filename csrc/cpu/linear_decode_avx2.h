@@ -18,7 +18,7 @@ using Vector = __m256;
 struct Float32 {
   static constexpr Compute kCompute = Compute::kFloat32;
   static constexpr bool kBFloat16By4Bit = false;
-  static constexpr int kDirectTokens = 8;
+  static constexpr int kDirectTokens = 4;
   static constexpr int kVectors = 8;
   static constexpr int kUnitElements = 1;
   using Element = float;

@@ -20,7 +20,7 @@ constexpr float int16_steps(int32_t format) { return is_fp4(format) ? 8064.0f : 
 struct Int16 : Float32 {
   static constexpr Compute kCompute = Compute::kInt16;
   static constexpr bool kBFloat16By4Bit = true;
-  static constexpr int kDirectTokens = 16;
+  static constexpr int kDirectTokens = 12;
 };
 
 // A prepared group: 64 words of each token, then 8 floats. The first are the tokens' factors, 0 where the words are bf16; the last is 1

@@ -15,17 +15,14 @@ constexpr bool kOnTiles = Product::kUnitElements > 1;
 constexpr bool kOnTiles = false;
 #endif
 
-// Units of K in a panel of decoded weights (linear_tiled.h).
-template <class Product>
-constexpr int64_t kPanelUnits = kOnTiles<Product> ? 128 : 256;
+// Units of an operand of tiles that lie together: of K in a panel of decoded weights, of N in prepared gradients.
+constexpr int64_t kTogether = 128;
 
 // Where unit `unit` of strip `strip` lies in an operand of tiles: 16 x 16 units each, contiguous, in the order strip by strip
-// within the units of every panel, so that what meets a panel is one run of memory. (Strips of whole rows would lie 128 KiB
-// apart at K = 4096, in the same sets of L2.) `units` is a multiple of 16.
-template <class Product>
+// within kTogether units, so that what meets a panel is one run of memory. (Strips of whole rows would lie 128 KiB apart at
+// K = 4096, in the same sets of L2.) `units` is a multiple of 16.
 inline int64_t tile_at(int64_t units, int64_t strips, int64_t strip, int64_t unit) {
-  constexpr int64_t kUnits = kPanelUnits<Product>;
-  const int64_t first = unit / kUnits * kUnits, count = kUnits < units - first ? kUnits : units - first;
+  const int64_t first = unit / kTogether * kTogether, count = kTogether < units - first ? kTogether : units - first;
   return (first * strips + strip * count + unit - first) * kLanes;
 }
 
@@ -136,7 +133,7 @@ inline int64_t tile_start(int64_t tile) { return tile * kTileVectors * kLanes; }
 // Where unit `unit` of the tile of `width` tokens from m0 on lies: rows of `width` units, tile after tile.
 template <class Product>
 inline int64_t unit_at(int64_t units, int64_t tokens, int64_t m0, int64_t width, int64_t unit) {
-  return kOnTiles<Product> ? tile_at<Product>(units, strips_of(tokens), m0 / kLanes, unit) : m0 * units + unit * width;
+  return kOnTiles<Product> ? tile_at(units, strips_of(tokens), m0 / kLanes, unit) : m0 * units + unit * width;
 }
 
 // (tokens, K) -> for each tile (padded K in units, tokens of the tile), in decode order. Tiles are counted in full ones; the

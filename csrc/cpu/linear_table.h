@@ -109,12 +109,13 @@ void linear_prepare_low_rank_tiled(const void* matrix, DType dtype, int64_t toke
 
 constexpr LinearKernels linear_kernels() {
   LinearKernels k{};
-  int64_t scratch = kBackwardMany.scratch_floats(kLinearTokens);
-  static_assert(kBackwardFew.scratch_floats(kFewTokens) <= kBackwardMany.scratch_floats(kLinearTokens));
+  int64_t scratch = 0;
   for_each_product(Products{}, [&]<class P>(P) {
-    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, BackwardLayout<P>::kTokensTogether, BackwardLayout<P>::kTokenUnits, 0};
-    const int64_t forward = kPanelRows * (Layout<P>::kPanelStride + kSumsStride);
+    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, BackwardLayout<P>::kTokensTogether, int32_t(kUnitMultiple<P>), 0};
+    constexpr int64_t forward = Layout<P>::kMany.scratch_floats(), back = BackwardLayout<P>::kMany.scratch_floats(kLinearTokens);
+    static_assert(Layout<P>::kFew.scratch_floats() <= forward && BackwardLayout<P>::kFew.scratch_floats(kFewTokens) <= back);
     scratch = forward > scratch ? forward : scratch;
+    scratch = back > scratch ? back : scratch;
     // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4
     // tokens tiles are faster.
     if (kOnTiles<P>) k.exact_tokens = 4;

@@ -7,11 +7,15 @@
 namespace halfbyte::cpu {
 namespace {
 
-// Rows whose sums (384 KiB) are in L2 at a time, with vectors also their decoded weights (x kPanelUnits x 4 bytes = 192 KiB): the
-// activations come from L3 once for so many rows, so half as many ask twice as much of what all cores share.
-constexpr int64_t kPanelRows = 192;
-constexpr int64_t kFewTokens = 64;  // up to here the activations of a panel fit L2, and the panel shrinks to L1: one row of blocks
+constexpr int64_t kFewTokens = 64;  // up to here the activations fit L2, and a panel needs no more than one row of blocks
 constexpr int64_t kSumsStride = kLinearTokens + 16;
+
+// A panel: weights that are decoded before they are multiplied, rows x units of K.
+struct PanelShape {
+  int64_t rows, units;
+  constexpr int64_t stride() const { return units + 16; }  // rows a multiple of 1 KiB apart would share L1 sets
+  constexpr int64_t scratch_floats() const { return rows * (stride() + kSumsStride); }
+};
 
 // Where the parts of a product lie: `a` rows of units, whole vectors of them `kVectorStep` floats apart; sums of row r and
 // token m at sums_at(r, m), 16 tokens together, rows within 16 kSumsRow floats apart.
@@ -23,14 +27,17 @@ struct Layout {
   };
   struct Scope {};  // what a thread has to set up
   static constexpr int64_t kBlockRows = 12;  // of the micro-kernel: by 1 or 2 vectors; 6 by 4
-  static constexpr int64_t kDecodedRows = kPanelRows;  // at a time
+  // Whole rows, up to what a decoder holds scales of: sums then stay in registers from the first unit to the last. The activations
+  // come from L3 once for all rows of a panel, so half as many would ask twice as much of what all cores share.
+  static constexpr int64_t kMostUnits = kStretch / Product::kUnitElements;
+  static constexpr PanelShape kMany{144, kMostUnits < 2048 ? kMostUnits : 2048}, kFew{kBlockRows, kMostUnits};
+  static constexpr int64_t kDecodedRows = kMany.rows;  // at a time
   static constexpr bool kFetchDecoding = false;        // the next panel's codes are fetched while this one is multiplied
   static constexpr int64_t kVectorStep = kLanes;
-  static constexpr int64_t kPanelStride = kPanelUnits<Product> + 16;  // rows 1 KiB apart would share L1 sets
   static constexpr int64_t kSumsRow = kSumsStride;
 
-  static float* panel_row(float* panel, int64_t r) { return panel + r * kPanelStride; }
-  static Rows panel(const float* panel) { return {panel, kPanelStride}; }
+  static float* panel_row(const PanelShape& shape, float* panel, int64_t r) { return panel + r * shape.stride(); }
+  static Rows panel(const PanelShape& shape, const float* panel) { return {panel, shape.stride()}; }
   static Rows rows(const float* data, int64_t stride) { return {data, stride}; }
   static int64_t sums_at(int64_t r, int64_t m) { return r * kSumsStride + m; }
 
@@ -67,15 +74,17 @@ template <class Product>
 struct Layout<Product> {
   using Scope = TileScope;
   static constexpr int64_t kBlockRows = 2 * kTileSide;
+  static constexpr PanelShape kMany{192, kTogether}, kFew{kBlockRows, kTogether};  // rows: of sums in L2
   static constexpr int64_t kDecodedRows = kBlockRows;  // in L1: what is decoded is multiplied by all tokens at once
   static constexpr bool kFetchDecoding = true;         // its products may be over too soon
   static constexpr int64_t kVectorStep = kTileUnits;
-  static constexpr int64_t kPanelStride = kPanelUnits<Product> + 16;  // a strip's first tile in other L1 sets than the next one's
   static constexpr int64_t kSumsRow = kTileSide;
   static constexpr int64_t kSumsStrip = kLinearTokens * kTileSide;
 
-  static float* panel_row(float* panel, int64_t r) { return panel + r / kTileSide * kTileSide * kPanelStride + r % kTileSide * kTileSide; }
-  static TileOperand panel(const float* panel) { return whole_tiles(panel, kTileSide * kPanelStride); }
+  static float* panel_row(const PanelShape& shape, float* panel, int64_t r) {
+    return panel + r / kTileSide * kTileSide * shape.stride() + r % kTileSide * kTileSide;
+  }
+  static TileOperand panel(const PanelShape& shape, const float* panel) { return whole_tiles(panel, kTileSide * shape.stride()); }
   static TileOperand rows(const float* data, int64_t stride) { return {data, kTileSide * stride, kTileSide, 4 * stride}; }
   static int64_t sums_at(int64_t r, int64_t m) {
     return r / kTileSide * kSumsStrip + m / kTileSide * kTileUnits + r % kTileSide * kTileSide + m % kTileSide;
@@ -84,10 +93,10 @@ struct Layout<Product> {
   static void multiply(const TileOperand& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t all_units,
                        int64_t first_unit, int64_t count, float* sums, bool first, const Ahead& next) {
     const int64_t strips = strips_of(tokens), steps = count / kTileSide;
-    const TileOperand b = whole_tiles(activations + tile_at<Product>(all_units, strips, 0, first_unit), count * kTileSide);
+    const TileOperand b = whole_tiles(activations + tile_at(all_units, strips, 0, first_unit), count * kTileSide);
     TileFetch fetch{b.data, 0};
     if (next.line && tokens > kFewTokens) {  // these rows' share of the next units' activations, which are in L3
-      fetch.lines = (2 * kTileSide * kBlockRows + kPanelRows - 1) / kPanelRows;
+      fetch.lines = (2 * kTileSide * kBlockRows + kMany.rows - 1) / kMany.rows;
       fetch.run = (first_unit + count < all_units ? b.at(strips) : activations) +
                   row / kBlockRows * ((strips + 1) / 2) * steps * fetch.lines * kTileSide;
     }
@@ -97,8 +106,8 @@ struct Layout<Product> {
 };
 #endif
 
-// Rows [row_begin, row_end) times `tokens` activations of `all` units each: kPanelRows rows (few tokens: one row of blocks) at a
-// time, whose sums stay in L2 while they are decoded by panels of kPanelUnits units. `Rows` says how:
+// Rows [row_begin, row_end) times `tokens` activations of `all` units each, as many rows at a time as a panel has; their sums stay in
+// L2 from one panel of units to the next. `Rows` says how:
 //   begin(rows, count)                                 `count` rows of the next sums
 //   decode(r, row, unit, count, out, next, next_unit)  units of row r of them; row `next`, from its `next_unit` on, is decoded later
 //   codes_at(unit), kLineUnits                         where a unit's code is in a row; units in 64 bytes of codes
@@ -107,31 +116,31 @@ template <class Product, class Rows>
 inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_end, int64_t row_bytes, const void* units,
                         int64_t tokens, int64_t all, void* scratch, Rows& rows) {
   using L = Layout<Product>;
-  static_assert(kPanelRows % L::kBlockRows == 0 && L::kBlockRows <= kMostTileRows);
+  static_assert(L::kMany.rows % L::kBlockRows == 0 && L::kBlockRows <= kMostTileRows);
   [[maybe_unused]] const typename L::Scope scope{};
   float* panel = static_cast<float*>(scratch);
-  float* sums = panel + kPanelRows * L::kPanelStride;
+  const PanelShape& shape = tokens <= kFewTokens ? L::kFew : L::kMany;
+  float* sums = panel + shape.rows * shape.stride();
   const auto* activations = static_cast<const float*>(units);
-  const int64_t panel_rows = tokens <= kFewTokens ? L::kBlockRows : kPanelRows;
-  for (int64_t n0 = row_begin; n0 < row_end; n0 += panel_rows) {
-    const int64_t of_panel = n0 + panel_rows < row_end ? panel_rows : row_end - n0;
+  for (int64_t n0 = row_begin; n0 < row_end; n0 += shape.rows) {
+    const int64_t of_panel = n0 + shape.rows < row_end ? shape.rows : row_end - n0;
     rows.begin(packed + n0 * row_bytes, of_panel);
-    for (int64_t u0 = 0; u0 < all; u0 += kPanelUnits<Product>) {
-      const int64_t count = u0 + kPanelUnits<Product> < all ? kPanelUnits<Product> : all - u0;
+    for (int64_t u0 = 0; u0 < all; u0 += shape.units) {
+      const int64_t count = u0 + shape.units < all ? shape.units : all - u0;
       for (int64_t r0 = 0; r0 < of_panel; r0 += L::kDecodedRows) {
         const int64_t decoded = r0 + L::kDecodedRows < of_panel ? L::kDecodedRows : of_panel - r0;
         const int64_t padded = round_up(decoded, L::kBlockRows);
         const bool last_rows = r0 + decoded == of_panel, last = last_rows && u0 + count == all;
         const int64_t next_unit = last ? 0 : last_rows ? u0 + count : u0;
-        const uint8_t* next_row = packed + (last ? n0 + panel_rows : last_rows ? n0 : n0 + r0 + decoded) * row_bytes;
+        const uint8_t* next_row = packed + (last ? n0 + shape.rows : last_rows ? n0 : n0 + r0 + decoded) * row_bytes;
         for (int64_t r = 0; r < decoded; ++r)
-          rows.decode(r0 + r, packed + (n0 + r0 + r) * row_bytes, u0, count, L::panel_row(panel, r), next_row + r * row_bytes,
+          rows.decode(r0 + r, packed + (n0 + r0 + r) * row_bytes, u0, count, L::panel_row(shape, panel, r), next_row + r * row_bytes,
                       next_unit);
         for (int64_t r = decoded; r < padded; ++r)
-          for (int64_t v = 0; v < count; v += kLanes) memset(L::panel_row(panel, r) + v / kLanes * L::kVectorStep, 0, 4 * kLanes);
+          for (int64_t v = 0; v < count; v += kLanes) memset(L::panel_row(shape, panel, r) + v / kLanes * L::kVectorStep, 0, 4 * kLanes);
         // The line that the next codes end in: the one that they begin in came with what lies before them.
         const Ahead next{next_row + rows.codes_at(next_unit) + 63, row_bytes, Rows::kLineUnits};
-        L::multiply(L::panel(panel), r0, padded, activations, tokens, all, u0, count, sums, u0 == 0, next);
+        L::multiply(L::panel(shape, panel), r0, padded, activations, tokens, all, u0, count, sums, u0 == 0, next);
       }
     }
     rows.finish(n0, of_panel, sums);
@@ -170,13 +179,14 @@ class WeightRows {
     if (low_rank) {
       const float* a = static_cast<const float*>(low_rank->weight) + n0 * low_rank->stride;
       const int64_t all = round_up((low_rank->rank + Product::kUnitElements - 1) / Product::kUnitElements, kUnitMultiple<Product>);
-      for (int64_t u = 0; u < all; u += kPanelUnits<Product>)
+      constexpr int64_t kUnits = L::kMany.units;
+      for (int64_t u = 0; u < all; u += kUnits)
         L::multiply(L::rows(a + u, low_rank->stride), 0, round_up(rows, L::kBlockRows), static_cast<const float*>(low_rank->input),
-                    tokens, all, u, u + kPanelUnits<Product> < all ? kPanelUnits<Product> : all - u, sums, false, {});
+                    tokens, all, u, u + kUnits < all ? kUnits : all - u, sums, false, {});
     }
     for (int64_t m0 = 0; m0 < tokens; m0 += kLanes) {
       const int64_t count = m0 + kLanes < tokens ? kLanes : tokens - m0;
-      constexpr int64_t kTurnedStride = kPanelRows + 16;
+      constexpr int64_t kTurnedStride = L::kMany.rows + 16;
       float turned[kLanes * kTurnedStride];  // a strided read for every output would cost more than the conversion
       for (int64_t r = 0; r < rows; r += kLanes) turn(sums + L::sums_at(r, m0), L::kSumsRow, turned + r, kTurnedStride);
       for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, turned + m * kTurnedStride, rows);
@@ -189,7 +199,7 @@ class WeightRows {
   const LowRank* const low_rank;
   const LinearOutput& output;
   const D decoder;
-  Scales scales[Scales::kWholeRow ? kPanelRows : 1];
+  Scales scales[Scales::kWholeRow ? L::kMany.rows : 1];
 };
 
 template <class Product, Codes codes>
