@@ -198,8 +198,12 @@ class _Floors:
         length = nbytes // (2 if kind == "copy" else 1) // (256 * threads) * (256 * threads)
         if length == 0:
             raise ValueError(f"a {kind} floor needs at least {512 * threads} bytes, got {nbytes}")
-        sources = rotate(lambda _: aligned(length, torch.uint8).random_(), length)
-        targets = sources if kind == "read" else rotate(lambda _: aligned(length, torch.uint8), length)
+        def fresh(_: int) -> torch.Tensor:
+            return aligned(length, torch.uint8)
+
+        # An op's output takes the same memory at every call (`reuse_memory`), and so does "write".
+        sources = [] if kind == "write" else rotate(lambda i: fresh(i).random_(), length)
+        targets = {"read": sources, "write": [fresh(0)]}.get(kind) or rotate(fresh, length)
         size, pool = ctypes.c_int64(length), ctypes.c_int(threads)
 
         def source(i: int) -> ctypes.c_void_p:

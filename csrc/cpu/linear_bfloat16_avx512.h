@@ -127,7 +127,7 @@ struct Decoder<BFloat16Pairs, codes> {
     return round_pair(_mm512_mul_ps(exact.table, _mm512_set1_ps(scale_low)), _mm512_mul_ps(exact.table, _mm512_set1_ps(scale_high)));
   }
 
-  void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512i v[4]) const {
+  [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512i v[4]) const {
     if constexpr (four_bit(codes)) {
       const __m512i bytes = _mm512_loadu_si512(c), mask = _mm512_set1_epi16(15);
       const int64_t step = 4 * group;

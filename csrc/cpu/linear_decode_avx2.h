@@ -127,7 +127,7 @@ struct Decoder {
   }
 
   // Values before scaling; fp8: divided by 256 (scale() multiplies by it: both exact).
-  void values(const uint8_t* c, Vector v[8]) const {
+  [[gnu::always_inline]] void values(const uint8_t* c, Vector v[8]) const {
     if constexpr (four_bit(codes)) {
       const __m256i mask = _mm256_set1_epi8(15);
       const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(c));
@@ -159,7 +159,7 @@ struct Decoder {
     }
   }
 
-  void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
+  [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
     values(c, v);
     const Vector factor = scale(s, group);
 #pragma GCC unroll 8

@@ -179,7 +179,7 @@ struct Decoder {
   }
 
   // Values before scaling; fp8: divided by 256 (scale() multiplies by it: both exact).
-  void values(const uint8_t* c, __m512 v[8]) const {
+  [[gnu::always_inline]] void values(const uint8_t* c, __m512 v[8]) const {
     if constexpr (four_bit(codes)) {
       // vpermps looks at the low 4 bits of a lane only: no mask.
       const __m512i bytes = _mm512_loadu_si512(c);
@@ -195,7 +195,7 @@ struct Decoder {
     }
   }
 
-  void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512 v[8]) const {
+  [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512 v[8]) const {
     values(c, v);
     const Vector factor = scale(s, group);
 #pragma GCC unroll 8

@@ -69,7 +69,7 @@ struct Decoder {
   }
 
   // Values before scaling.
-  void values(const uint8_t* c, Vector v[8]) const {
+  [[gnu::always_inline]] void values(const uint8_t* c, Vector v[8]) const {
     for (int i = 0; i < kGroup; ++i) {
       if constexpr (four_bit(codes)) v[i / 4][i % 4] = table[i % 2 ? c[i / 2] & 15 : c[i / 2] >> 4];
       else if constexpr (codes == Codes::kInt8) v[i / 4][i % 4] = float(int8_t(c[i]));
@@ -77,7 +77,7 @@ struct Decoder {
     }
   }
 
-  void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
+  [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
     values(c, v);
     const Vector factor = scale(s, group);
     for (int i = 0; i < 8; ++i) v[i] = v[i] * factor;

@@ -110,8 +110,9 @@ inline void direct_low_rank(const LowRank& low_rank, int64_t row, Vector sum[R][
                                           sum[r][m]);
 }
 
+// `share`: bytes of R rows for each group of a row.
 template <class Product, Codes codes, int R, int M>
-inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, const Decoder<Product, codes>& decoder,
+inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, int64_t share, const Decoder<Product, codes>& decoder,
                         const float* x, const LowRank* low_rank, const LinearOutput& output) {
   using D = Decoder<Product, codes>;
   constexpr int kGroupUnits = direct_units<Product>(M);
@@ -119,16 +120,19 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
   for (int r = 0; r < R; ++r)
     for (int m = 0; m < M; ++m) sum[r][m] = zero_vector();
   const uint8_t* base = packed + row * l.row_bytes;
+  // The next rows are fetched in the order in which they lie: the CPU sees one stream and runs ahead of it. Fetched row by row, at the
+  // places that are used next, each line would wait for memory in one of L1's few buffers.
+  const uint8_t* next = base + R * l.row_bytes;
   for (int64_t start = 0; start < l.in_features; start += kStretch) {
     const int64_t count = start + kStretch < l.in_features ? kStretch : l.in_features - start;
     const int64_t groups = count / kGroup, first = start / kGroup;
     typename D::Scales scales[R];
     for (int r = 0; r < R; ++r) scales[r].load(base + r * l.row_bytes, l, start, count);
-    for (int64_t g = 0; g < groups; ++g) {
+    for (int64_t g = 0; g < groups; ++g, next += share) {
       const float* p = x + (first + g) * kGroupUnits;
       const uint8_t* c = base + (first + g) * D::kCodeBytes;
-#pragma GCC unroll 4
-      for (int r = 0; r < R; ++r) prefetch(c + (R + r) * l.row_bytes);  // the same place of the next rows
+#pragma GCC unroll 9
+      for (int line = 0; line <= R * D::kCodeBytes / 64; ++line) prefetch(next + 64 * line);
       direct_group<R, M>(decoder, c, l.row_bytes, scales, g, p, sum);
     }
     if (groups * kGroup < count) {
@@ -151,9 +155,10 @@ void direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const Row
   constexpr int R = kLanes < 16 ? 1 : 4;  // 16 registers hold one row's values and sums, 32 those of four
   const Decoder<Product, codes> decoder(l);
   const float* x = static_cast<const float*>(units);
+  const int64_t share = R * l.row_bytes / ((l.in_features + kGroup - 1) / kGroup);
   int64_t row = row_begin;
-  for (; row + R <= row_end; row += R) direct_rows<Product, codes, R, M>(packed, row, l, decoder, x, low_rank, output);
-  for (; row < row_end; ++row) direct_rows<Product, codes, 1, M>(packed, row, l, decoder, x, low_rank, output);
+  for (; row + R <= row_end; row += R) direct_rows<Product, codes, R, M>(packed, row, l, share, decoder, x, low_rank, output);
+  for (; row < row_end; ++row) direct_rows<Product, codes, 1, M>(packed, row, l, share / R, decoder, x, low_rank, output);
 }
 
 // ---- micro-kernel: sums (R, G vectors) += a (R, units), broadcast, times b (units, G vectors) ------------------------
