@@ -40,8 +40,8 @@ struct BackwardLayout {
     int64_t stride;
     Ahead next;  // of the next panel, which come from L3
   };
-  // Every panel loads and stores all sums: few of them are loaded where it has many units. With few tokens reading the weight counts,
-  // and 256 columns of a row are 2 cache lines in a page of their own.
+  // Every panel loads and stores all sums, one of many units the least often. With few tokens reading the weight counts, and 256
+  // columns of a row are 2 cache lines in a page of their own.
   static constexpr BackwardShape kMany{256, 512}, kFew{1024, 128};
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
   static constexpr int64_t kTokensTogether = 1;
