@@ -36,8 +36,8 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
 }
 
-WORKSPACE_PER_THREAD = 676 << 10
-"""What a thread's panels of decoded weights take under AVX-512, the most of all instruction sets."""
+WORKSPACE_PER_THREAD = 1458 << 10
+"""What a thread's panels of decoded weights and their sums take, by any instruction set."""
 
 
 def simulate(
