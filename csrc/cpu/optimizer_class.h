@@ -6,15 +6,15 @@
 namespace halfbyte::cpu::optimizer {
 namespace {
 
+// guess(a), then correct(a), which other vectors' steps may come between.
 template <bool SIGNED>
 class Class {
  public:
-  explicit Class(Floats a) {
-    const Ints guess = class_guess(a, kMap.guess_offset);
-    index_ = add_if_greater(guess, a, lookup8(kMap.above, guess));
-  }
+  void guess(Floats a) { index_ = class_guess(a, kMap.guess_offset); }
+  void correct(Floats a) { index_ = add_if_greater(index_, a, lookup8(kMap.above, index_)); }
   Floats J() const { return lookup8(kMap.J, index_); }
-  Floats P() const { return lookup8(kMap.P, index_); }
+  // x * P + offset, for x whose exponent has room. The product is exact: P is 2^class, added to x's exponent.
+  Floats scaled(Floats x, float offset) const { return add(from_bits(add_ints(bits(x), shift_left<23>(index_))), splat(offset)); }
 
  private:
   static constexpr const DynamicMap& kMap = SIGNED ? kSignedMap : kUnsignedMap;

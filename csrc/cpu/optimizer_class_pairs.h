@@ -29,13 +29,16 @@ struct alignas(64) ClassPairs {
 template <bool SIGNED>
 class Class {
  public:
-  explicit Class(Floats a) {
+  void guess(Floats a) {
     const __m512i b = _mm512_castps_si512(_mm512_max_ps(a, _mm512_set1_ps(0x1p-29f)));
     const __m512i step = _mm512_permutexvar_epi32(_mm512_srli_epi32(b, 24), _mm512_load_si512(kPairs.step));
     index_ = _mm512_srli_epi32(_mm512_add_epi32(b, step), 24);
   }
+  void correct(Floats) {}
   Floats J() const { return _mm512_permutexvar_ps(index_, _mm512_load_ps(kPairs.J)); }
-  Floats P() const { return _mm512_permutexvar_ps(index_, _mm512_load_ps(kPairs.P)); }
+  Floats scaled(Floats x, float offset) const {
+    return fma(x, _mm512_permutexvar_ps(index_, _mm512_load_ps(kPairs.P)), splat(offset));
+  }
 
  private:
   static constexpr ClassPairs kPairs{SIGNED ? kSignedMap : kUnsignedMap};

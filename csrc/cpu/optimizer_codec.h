@@ -28,17 +28,6 @@ inline Floats decode_unsigned(Floats code) {
   return fma(m, lookup8(kUnsignedMap.B, e), lookup8(kUnsignedMap.A, e));
 }
 
-// Code words of 0 <= a <= 1.0000001. Bits 16 to 23 are m (signed, 0..128) or m - 1 (unsigned, 0..255; 0 for whatever lies
-// below m = 2), the lower half is the fraction behind it, which is small where a may lie on the other side of a midpoint.
-template <bool SIGNED>
-inline Ints code_words(Floats a) {
-  constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
-  const Class<SIGNED> c(a);
-  const Floats w = fma(a, c.J(), splat(float(8.0 / 9.0)));
-  const Ints word = bits(fma(minimum(w, splat(kInsideLastStep)), c.P(), splat(map.code_offset)));
-  return SIGNED ? word : add_ints(word, word);  // half of a code has 7 bits, as a magnitude has
-}
-
 // The largest |moment| of a block, as bits.
 struct MomentMaxima {
   uint32_t first, second;
@@ -76,17 +65,44 @@ struct FactorPerLane {
   Floats of(int vector) const { return value[vector]; }
 };
 
+// Code words of N vectors of x, times their factors 0 to 1.0000001 in magnitude. Bits 16 to 23 are m (signed, 0..128) or m - 1
+// (unsigned, 0..255; 0 for whatever lies below m = 2), the lower half is the fraction behind it, which is small where a may lie on the
+// other side of a midpoint.
+template <bool SIGNED, int N, class Factor>
+[[gnu::always_inline]] inline void code_words(const float* x, const Factor& factor, int vector, Ints* words) {
+  constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
+  Floats a[N], w[N];
+  Class<SIGNED> c[N];
+#pragma GCC unroll 4
+  for (int j = 0; j < N; ++j) {
+    const Floats value = load(x + j * kWidth);
+    a[j] = mul(SIGNED ? from_bits(bit_and(bits(value), splat_bits(0x7FFFFFFFu))) : value, factor.of(vector + j));
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < N; ++j) c[j].guess(a[j]);
+#pragma GCC unroll 4
+  for (int j = 0; j < N; ++j) c[j].correct(a[j]);
+#pragma GCC unroll 4
+  for (int j = 0; j < N; ++j) w[j] = fma(a[j], c[j].J(), splat(float(8.0 / 9.0)));
+#pragma GCC unroll 4
+  for (int j = 0; j < N; ++j) {
+    const Ints word = bits(c[j].scaled(minimum(w[j], splat(kInsideLastStep)), map.code_offset));
+    words[j] = SIGNED ? word : add_ints(word, word);  // half of a code has 7 bits, as a magnitude has
+  }
+}
+
 // Inlined by order, as all that it calls: a call for each group would load tables and constants again, a fifth of all instructions.
 // Codes of x times the vector's factor for VECTORS vectors; writes kGroup bytes, those after the last vector are unspecified.
 template <bool SIGNED, int VECTORS, class Factor>
 [[gnu::always_inline]] inline void encode_group(const float* x, const Factor& factor, uint8_t* codes) {
   Ints nearest = splat_bits(0xFFFFFFFFu), words[4] = {nearest, nearest, nearest, nearest};
+  constexpr int kTurns = VECTORS < kByTurns ? VECTORS : kByTurns;
+  static_assert(VECTORS % kTurns == 0);
 #pragma GCC unroll 4
-  for (int j = 0; j < VECTORS; ++j) {
-    const Floats value = load(x + j * kWidth);
-    const Floats magnitude = SIGNED ? from_bits(bit_and(bits(value), splat_bits(0x7FFFFFFFu))) : value;
-    words[j] = code_words<SIGNED>(mul(magnitude, factor.of(j)));
-    nearest = minimum_halves(nearest, words[j]);
+  for (int j = 0; j < VECTORS; j += kTurns) {
+    code_words<SIGNED, kTurns>(x + j * kWidth, factor, j, words + j);
+#pragma GCC unroll 4
+    for (int i = j; i < j + kTurns; ++i) nearest = minimum_halves(nearest, words[i]);
   }
   if (SIGNED) store_signed_codes(codes, words, x);
   else store_unsigned_codes(codes, words, x);

@@ -10,6 +10,7 @@ namespace halfbyte::cpu::optimizer {
 namespace {
 
 constexpr int kWidth = 16;
+constexpr int kByTurns = 1;
 using Floats = __m512;
 using Ints = __m512i;
 

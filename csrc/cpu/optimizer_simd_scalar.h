@@ -9,6 +9,7 @@ namespace halfbyte::cpu::optimizer {
 namespace {
 
 constexpr int kWidth = 1;
+constexpr int kByTurns = 1;
 using Floats = float;
 using Ints = uint32_t;
 
@@ -45,6 +46,10 @@ inline Ints add_ints(Ints a, Ints b) { return a + b; }
 template <int BY>
 inline Ints shift_right(Ints a) {
   return a >> BY;
+}
+template <int BY>
+inline Ints shift_left(Ints a) {
+  return a << BY;
 }
 inline Ints maximum_unsigned(Ints a, Ints b) { return a > b ? a : b; }
 // The smaller ones of the upper and of the lower 16 bits.
