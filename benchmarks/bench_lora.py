@@ -72,6 +72,9 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
         )
     except ImportError:
         pass
+    if name == "bf16" and torch.backends.cpu.get_cpu_capability() == "AVX2" and M > 16:
+        for peer in ("dense", "bitsandbytes"):  # torch's bf16 backward takes 0.12 s a token
+            cases.pop(peer, None)
 
     def verify() -> None:
         """Every result of the fused step lies as near to PEFT's formula in fp64 as the dtype allows."""

@@ -21,7 +21,7 @@ COLUMNS = {
     "avx512_zen5": "avx512, Zen 5",
     "avx512": "avx512, Zen 4",
     "avx512_vnni": "avx512_vnni",
-    "avx2": "avx2",
+    "avx2": "avx2, Zen 3",
     "scalar": "scalar",
 }
 
@@ -101,9 +101,9 @@ def main() -> None:
     )
     title = (
         "Targets of the CPU kernels beside the measured ratios (peer's time over ours) and shares of the floor; results of "
-        f"the other sections. {machines}; avx2 and scalar are forced on machines that have more: halfbyte by "
-        "HALFBYTE_CPU_ISA, torch by its own switches where its section says so; bitsandbytes has none and uses AVX-512 "
-        "in every column; \"dense\" is the faster of torch's products in bf16 and in fp32."
+        f"the other sections. {machines}; scalar is forced on a machine that has more: halfbyte by HALFBYTE_CPU_ISA, "
+        "torch by its own switches where its section says so, bitsandbytes, which has none, not at all; \"dense\" is the "
+        "faster of torch's products in bf16 and in fp32."
     )
     environment = next(env for name, env in sorted(used.items()) if name.endswith("-avx512_zen5.json"))
     content = {"benchmark": "cpu-targets", "environment": environment, "title": title, "columns": columns, "rows": rows}
