@@ -157,9 +157,21 @@ struct Waiting {
 constexpr bool kOverlap = kWidth == 16;
 
 // Where the root and the division come after the moments of the whole block, while they are encoded: beside them, in one chain of 75
-// cycles, they hold what decoding needs (Zen 3: 14 % of AdamW).
+// cycles, they hold up what decodes and encodes (Zen 3).
 template <OptimizerRule RULE>
 constexpr bool kLate = has_second_moment(RULE) && !kOverlap;
+
+// New parameters of the group of 4 vectors from `at` on, whose moments are in first and second.
+template <OptimizerRule RULE, class P>
+[[gnu::always_inline]] inline void put_late(const P* param, const float* first, const float* second, int64_t at,
+                                            const BlockFactors& f, NewParameters<P>& fresh) {
+#pragma GCC unroll 2
+  for (int64_t j = at; j < at + kGroup; j += 2 * kWidth) {
+    const int64_t k = j + kWidth;
+    const Updated low{load(first + j), load(second + j), splat(0.0f)}, high{load(first + k), load(second + k), splat(0.0f)};
+    fresh.put_pair(j, apply_moments<RULE>(load_as(param + j), low, f), apply_moments<RULE>(load_as(param + k), high, f));
+  }
+}
 
 // Updates `count` elements; `index`: global index of the first one. With kOverlap encodes what waits in `previous`, and leaves a
 // whole block in `next`.
@@ -197,13 +209,6 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
     if (encoded < kStateBlock) previous.encode(encoded), encoded += kGroup;
   }
   const int64_t grouped = i;
-  const auto put_late = [&](int64_t at) __attribute__((always_inline)) {
-#pragma GCC unroll 2
-    for (int64_t j = at; j < at + kGroup; j += 2 * kWidth) {
-      const Updated low{load(next.first + j), load(next.second + j), splat(0.0f)};
-      put_pair(j, low, {load(next.first + j + kWidth), load(next.second + j + kWidth), splat(0.0f)});
-    }
-  };
   for (; encoded < kStateBlock; encoded += kGroup) previous.encode(encoded);
   previous.first_codes = nullptr;
   for (; i + kWidth <= count; i += kWidth) {
@@ -225,12 +230,12 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
       *second_scale = bits_float(most.second);
       const OneFactor first{splat(1.0f / *first_scale)}, second{splat(1.0f / *second_scale)};
       for (int64_t at = 0; at < kStateBlock; at += kGroup) {
-        put_late(at);
+        put_late<RULE>(block.param, next.first, next.second, at, f, fresh);
         encode_group<true, 4>(next.first + at, first, block.first_codes + at);
         encode_group<false, 4>(next.second + at, second, block.second_codes + at);
       }
     } else {
-      for (int64_t at = 0; at < grouped; at += kGroup) put_late(at);
+      for (int64_t at = 0; at < grouped; at += kGroup) put_late<RULE>(block.param, next.first, next.second, at, f, fresh);
     }
   }
   fresh.round(count, s, index);
@@ -288,14 +293,7 @@ int64_t update_short_rows(const OptimizerTensor& t, const OptimizerScalars& s, i
     typename Rows::Scales first_found, second_found;
     first_found.find(group, first_most);
     if constexpr (kTwo) second_found.find(group, second_most);
-    if constexpr (kLate<RULE>) {
-#pragma GCC unroll 4
-      for (int i = 0; i < kGroup; i += 2 * kWidth) {
-        const int k = i + kWidth;
-        fresh.put_pair(i, apply_moments<RULE>(load_as(block.param + i), {load(first + i), load(second + i), splat(0.0f)}, f),
-                       apply_moments<RULE>(load_as(block.param + k), {load(first + k), load(second + k), splat(0.0f)}, f));
-      }
-    }
+    if constexpr (kLate<RULE>) put_late<RULE>(block.param, first, second, 0, f, fresh);
     fresh.round(kGroup, s, t.element_offset + uint64_t(start));
     if (first_found.plain && second_found.plain) [[likely]] {
       first_found.store_to(first_scales);
