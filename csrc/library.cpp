@@ -38,6 +38,11 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   m.def(
       "lora_linear_backward_input(Tensor grad_output, Tensor packed, Tensor grad_projected, Tensor lora_A, int format, "
       "int block_size, int in_features) -> Tensor");
+  // the gradients besides: of input lora_A^T (scaling * grad_output lora_B, plus grad_projected), and what it and lora_B's gradient make of
+  // input and projected: lora_A's and lora_B's, of shape (0,) where they are not needed
+  m.def(
+      "lora_linear_backward_adapter(Tensor grad_output, Tensor input, Tensor projected, Tensor lora_B, Tensor? grad_projected, float "
+      "scaling, int[] splits, bool needs_A, bool needs_B) -> (Tensor, Tensor, Tensor)");
   // linear on int8 rows with the input quantized to int8 row by row: exact int32 sums, scaled in fp32
   m.def("int8_linear(Tensor input, Tensor packed, Tensor? bias, int in_features) -> Tensor");
   // linear on fp8 rows with the input quantized to fp8 row by row: products exact, sums in float32

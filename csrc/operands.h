@@ -107,11 +107,8 @@ inline ScalarType lora_dtype(const Tensor& input, const Tensor& lora_A) {
   return input.scalar_type() == lora_A.scalar_type() ? input.scalar_type() : ScalarType::Float;
 }
 
-// lora_A (groups * rank, K) and lora_B (N, rank) of one dtype; splits: rows of packed in each group, empty for one group.
-// Returns the rows of each group.
-inline std::vector<int64_t> checked_lora(const char* op, const Tensor& input, const Tensor& packed, const Tensor& lora_A,
-                                         const Tensor& lora_B, const std::vector<int64_t>& splits, int64_t in_features) {
-  const int64_t rows = packed.size(0);
+// splits: rows of packed in each group, empty for one group. Returns the rows of each group.
+inline std::vector<int64_t> checked_splits(const char* op, const std::vector<int64_t>& splits, int64_t rows) {
   const std::vector<int64_t> groups = splits.empty() ? std::vector<int64_t>{rows} : splits;
   int64_t total = 0;
   for (const int64_t size : groups) {
@@ -119,6 +116,14 @@ inline std::vector<int64_t> checked_lora(const char* op, const Tensor& input, co
     total += size;
   }
   HALFBYTE_CHECK(total == rows, op, "splits must add up to ", rows, " (the rows of packed), got ", total);
+  return groups;
+}
+
+// lora_A (groups * rank, K) and lora_B (N, rank) of one dtype. Returns the rows of each group.
+inline std::vector<int64_t> checked_lora(const char* op, const Tensor& input, const Tensor& packed, const Tensor& lora_A,
+                                         const Tensor& lora_B, const std::vector<int64_t>& splits, int64_t in_features) {
+  const int64_t rows = packed.size(0);
+  const std::vector<int64_t> groups = checked_splits(op, splits, rows);
   checked_dtype(op, "lora_A", lora_A.scalar_type());
   HALFBYTE_CHECK(lora_B.scalar_type() == lora_A.scalar_type(), op, "lora_B must have lora_A's dtype ",
                  dtype_name(lora_A.scalar_type()), ", got ", dtype_name(lora_B.scalar_type()));
@@ -145,6 +150,40 @@ inline void checked_lora_backward(const char* op, const Tensor& grad_output, con
                  " (lora_A's rows), got grad_output ", shape_text(grad_output), " and grad_projected ", shape_text(grad_projected));
   check_same_device(op, "grad_projected", grad_projected, "grad_output", grad_output);
   check_same_device(op, "lora_A", lora_A, "grad_output", grad_output);
+}
+
+// grad_output (..., N), input (..., K), projected (..., groups * rank) and its gradient, lora_B (N, rank). Returns the rows of each group.
+inline std::vector<int64_t> checked_lora_adapter(const char* op, const Tensor& grad_output, const Tensor& input, const Tensor& projected,
+                                                 const Tensor& lora_B, const std::optional<Tensor>& grad_projected,
+                                                 const std::vector<int64_t>& splits) {
+  const auto sizes = [](const Tensor& t) { return std::vector<int64_t>(t.sizes().begin(), t.sizes().end()); };
+  checked_dtype(op, "input", input.scalar_type());
+  checked_dtype(op, "lora_B", lora_B.scalar_type());
+  HALFBYTE_CHECK(grad_output.scalar_type() == input.scalar_type(), op, "grad_output must have input's dtype ",
+                 dtype_name(input.scalar_type()), ", got ", dtype_name(grad_output.scalar_type()));
+  HALFBYTE_CHECK(projected.scalar_type() == lora_dtype(input, lora_B), op, "projected must be ", dtype_name(lora_dtype(input, lora_B)),
+                 " (lora_linear's second result), got ", dtype_name(projected.scalar_type()));
+  HALFBYTE_CHECK(input.dim() >= 1, op, "input must have at least 1 dimension, got shape ", shape_text(input));
+  HALFBYTE_CHECK(lora_B.dim() == 2 && lora_B.size(1) >= 1, op,
+                 "lora_B must have shape (out_features, rank) with a rank of at least 1, got ", shape_text(lora_B));
+  const int64_t rows = lora_B.size(0);
+  const std::vector<int64_t> groups = checked_splits(op, splits, rows);
+  const int64_t stacked = int64_t(groups.size()) * lora_B.size(1);
+  HALFBYTE_CHECK(sizes(grad_output) == with_last_size(input, rows), op, "grad_output must have input's shape with the last dimension ",
+                 "replaced by ", rows, " (lora_B's rows), got input ", shape_text(input), " and grad_output ", shape_text(grad_output));
+  HALFBYTE_CHECK(sizes(projected) == with_last_size(input, stacked), op, "projected must have input's shape with the last dimension ",
+                 "replaced by ", stacked, " (one rank of lora_B per group), got input ", shape_text(input), " and projected ",
+                 shape_text(projected));
+  check_same_device(op, "grad_output", grad_output, "input", input);
+  check_same_device(op, "projected", projected, "input", input);
+  check_same_device(op, "lora_B", lora_B, "input", input);
+  if (grad_projected) {
+    HALFBYTE_CHECK(grad_projected->scalar_type() == projected.scalar_type() && sizes(*grad_projected) == sizes(projected), op,
+                   "grad_projected must have projected's dtype and shape, ", dtype_name(projected.scalar_type()), " ",
+                   shape_text(projected), ", got ", dtype_name(grad_projected->scalar_type()), " ", shape_text(*grad_projected));
+    check_same_device(op, "grad_projected", *grad_projected, "input", input);
+  }
+  return groups;
 }
 
 // packed (num_embeddings, row_bytes) and integer indices; true when they are int64.

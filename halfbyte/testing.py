@@ -362,6 +362,34 @@ def _lora_backward_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[
     yield (grad, packed, low, a[:, :5], *sizes), ValueError, r"lora_A must have shape \(rank, 64\)"
 
 
+def _adapter_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    def call(shape: Any, dtype: torch.dtype, adapter: torch.dtype, splits: list[int], *needs: bool) -> tuple[Any, ...]:
+        groups, wide = len(splits) or 1, dtype if dtype == adapter else torch.float32
+        grad, x = (torch.randn(*shape, size, device=device, dtype=dtype) for size in (5, 65))
+        low, more = (torch.randn(*shape, 2 * groups, device=device, dtype=wide) for _ in range(2))
+        return grad, x, low, torch.randn(5, 2, device=device, dtype=adapter), more if needs[0] else None, 0.5, splits, *needs
+
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        yield call((3, 2), dtype, torch.float32, [], True, True)
+        yield call((3,), dtype, dtype, [3, 0, 2], True, False)
+    for shape in ((), (0,), (130,)):
+        yield call(shape, torch.float32, torch.float32, [], False, True)
+
+
+def _adapter_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    grad, x, low, b = (torch.randn(shape, device=device) for shape in ((3, 5), (3, 64), (3, 2), (5, 2)))
+    rest: tuple[Any, ...] = (None, 1.0, [], True, True)
+    yield (grad.bfloat16(), x, low, b, *rest), ValueError, "grad_output must have input's dtype"
+    yield (grad, x, low.bfloat16(), b, *rest), ValueError, "projected must be float32"
+    yield (grad, x, low, b.double(), *rest), ValueError, "lora_B must be float32"
+    yield (grad[:, 1:], x, low, b, *rest), ValueError, r"grad_output must have input's shape .* replaced by 5"
+    yield (grad, x[1:], low, b, *rest), ValueError, r"grad_output must have input's shape"
+    yield (grad, x, low[:, 1:], b, *rest), ValueError, r"projected must have input's shape .* replaced by 2"
+    yield (grad, x, low, b[:, :0], *rest), ValueError, "with a rank of at least 1"
+    yield (grad, x, low, b, None, 1.0, [2, 2], True, True), ValueError, "splits must add up to 5"
+    yield (grad, x, low, b, low[1:], 1.0, [], True, True), ValueError, "grad_projected must have projected's dtype and shape"
+
+
 def _embedding_samples(device: str) -> Iterator[tuple[Any, ...]]:
     for format in ALL_FORMATS:
         packed = random_packed(format, 7, 65, device)
@@ -488,6 +516,7 @@ SPECS: dict[str, OpSpec] = {
     "fp8_linear": OpSpec(_quantized_input_samples("fp8"), _quantized_input_hostile("fp8"), differentiable=True),
     "lora_linear": OpSpec(_lora_samples, _lora_hostile, differentiable=True),
     "lora_linear_backward_input": OpSpec(_lora_backward_samples, _lora_backward_hostile, differentiable=True),
+    "lora_linear_backward_adapter": OpSpec(_adapter_samples, _adapter_hostile),
     "embedding": OpSpec(_embedding_samples, _embedding_hostile),
     "error_feedback": OpSpec(_feedback_samples, _feedback_hostile),
     "cpu_isa": OpSpec(_no_arguments, _nothing_hostile),

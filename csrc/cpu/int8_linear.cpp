@@ -61,7 +61,7 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
                   [&](int64_t begin, int64_t end) {
                     table.prepare_tiled(rows, count, layout, begin, end, prepared, token_factors);
                   });
-    parallel_blocks(N, table.block_rows, K * count, [&](int64_t begin, int64_t end) {
+    parallel_blocks(N, table.block_rows, row_grain(K * count), [&](int64_t begin, int64_t end) {
       const WorkspaceLease scratch(shared.scratch_bytes);
       table.tiled(codes, begin, end, layout, prepared, token_factors, count, target, scratch.data());
     });

@@ -8,6 +8,7 @@
 #include "linear_table.h"
 #include "optimizer_kernel.h"
 #include "quantize_kernel.h"
+#include "thin_kernel.h"
 
 namespace halfbyte::cpu {
 namespace {
@@ -21,6 +22,7 @@ const Kernels* kernel_table(const char* isa) {
   table.int8_linear = int8_linear_kernels();
   table.optimizer = optimizer::kernels();
   table.feedback = feedback::kernels();
+  table.thin = thin::kernels();
   return &table;
 }
 

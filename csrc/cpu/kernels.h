@@ -9,6 +9,7 @@
 #include "int8_linear_kernels.h"
 #include "linear_kernels.h"
 #include "optimizer.h"
+#include "thin_kernels.h"
 
 namespace halfbyte::cpu {
 
@@ -29,6 +30,7 @@ struct Kernels {
   Int8LinearKernels int8_linear;
   OptimizerKernels optimizer;
   FeedbackKernels feedback;
+  ThinKernels thin;
 };
 
 }  // namespace halfbyte::cpu

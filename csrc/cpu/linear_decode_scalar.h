@@ -33,6 +33,10 @@ struct Float32 {
   static Vector multiply_add(Values a, Values b, Vector sum) { return a * b + sum; }
 };
 
+template <class T>
+inline Vector load_floats(const T* x) {
+  return Vector{to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3])};
+}
 inline Vector zero_vector() { return Vector{}; }
 inline void store_values(float* p, Vector v) { memcpy(p, &v, sizeof v); }
 inline float horizontal_sum(Vector v) { return (v[0] + v[1]) + (v[2] + v[3]); }

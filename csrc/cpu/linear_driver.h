@@ -37,10 +37,10 @@ inline const char* at_row(const Tensor& t, int64_t row, int64_t row_elements) {
 // Rows a thread should get at least: dividing less work costs more than it gains.
 inline int64_t row_grain(int64_t work_per_row) { return 1 + (int64_t(1) << 16) / std::max<int64_t>(work_per_row, 1); }
 
-// output[:, begin:end] in whole micro-kernels of `block_rows` rows.
+// Rows in whole blocks of `block_rows`, `grain` blocks at least for a thread.
 template <class Body>
-inline void parallel_blocks(int64_t rows, int64_t block_rows, int64_t work_per_row, const Body& body) {
-  parallel_rows((rows + block_rows - 1) / block_rows, row_grain(work_per_row),
+inline void parallel_blocks(int64_t rows, int64_t block_rows, int64_t grain, const Body& body) {
+  parallel_rows((rows + block_rows - 1) / block_rows, grain,
                 [&](int64_t begin, int64_t end) { body(begin * block_rows, std::min(end * block_rows, rows)); });
 }
 
@@ -132,7 +132,7 @@ inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, 
     if (low)
       table.prepare_low_rank_tiled(at_row(low->input, m, addend.rank), low_dtype, count, addend.rank, low->factor, compute,
                                    low_input->mutable_data_ptr());
-    parallel_blocks(rows, table.in(compute).block_rows, K * count, [&](int64_t begin, int64_t end) {
+    parallel_blocks(rows, table.in(compute).block_rows, row_grain(K * count), [&](int64_t begin, int64_t end) {
       const WorkspaceLease scratch(table.scratch_bytes);
       table.tiled(packed, begin, end, layout, compute, prepared, count, added, target, scratch.data());
     });

@@ -35,5 +35,14 @@ inline void with_product(ProductList<First, Rest...>, Compute compute, const Bod
   else with_product(ProductList<Rest...>{}, compute, body);
 }
 
+// body.operator()<count>(), for 1 to MOST.
+template <int MOST, class Body>
+inline void with_count(int64_t count, const Body& body) {
+  if constexpr (MOST > 0) {
+    if (count == MOST) body.template operator()<MOST>();
+    else with_count<MOST - 1>(count, body);
+  }
+}
+
 }  // namespace
 }  // namespace halfbyte::cpu

@@ -34,15 +34,6 @@ inline void with_input(const void* input, DType dtype, const Body& body) {
   body(static_cast<const BFloat16*>(input));
 }
 
-// body.operator()<tokens>(), for 1 to MOST tokens.
-template <int MOST, class Body>
-inline void with_tokens(int64_t tokens, const Body& body) {
-  if constexpr (MOST > 0) {
-    if (tokens == MOST) body.template operator()<MOST>();
-    else with_tokens<MOST - 1>(tokens, body);
-  }
-}
-
 void linear_prepare_direct(const void* input, DType dtype, int64_t tokens, const RowLayout& l, Compute compute, void* units) {
   with_product_and_codes<DirectProducts>(compute, l, [&]<class P, class C>(P, C) {
     with_input<P>(input, dtype, [&]<class T>(const T* x) { pack_direct<P, C::kCodes>(x, tokens, l, units); });
@@ -60,7 +51,7 @@ void linear_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, co
                    int64_t tokens, const LowRank* low_rank, const LinearOutput& output) {
   with_product_and_codes<DirectProducts>(compute, l, [&]<class P, class C>(P, C) {
     constexpr Codes codes = C::kCodes;
-    with_tokens<kOnTiles<P> ? 0 : kPassTokens>(
+    with_count<kOnTiles<P> ? 0 : kPassTokens>(
         tokens, [&]<int M>() { direct<P, codes, M>(packed, row_begin, row_end, l, units, low_rank, output); });
   });
 }

@@ -1,18 +1,26 @@
-// Fronts of lora_linear and lora_linear_backward_input on the CPU. The thin product x @ A^T is aten's; the branch itself is
-// `rank` more terms of every sum of the base product (LowRank in linear_kernels.h): no pass over the output of its own.
-#include "linear_driver.h"
+// Fronts of lora_linear and its backward ops on the CPU. The branch itself is `rank` more terms of every sum of the base product
+// (LowRank in linear_kernels.h): no pass over the output of its own. What else there is, x @ A^T and the gradients of A, B and x @ A^T,
+// are thin products (thin_driver.h).
+#include <functional>
+
+#include "thin_driver.h"
 
 namespace halfbyte::cpu {
 namespace {
 
-// input (..., K) @ lora_A (R, K)^T in lora_dtype of both. fp16, and bf16 without bf16 units, multiply in fp32 as the base
-// product does: aten has no fast kernels for them.
-Tensor project(const Tensor& input, const Tensor& lora_A) {
+// input (..., K) @ lora_A (R, K)^T in lora_dtype of both. Where there are bf16 units, aten's product of bf16 by bf16 uses them.
+Tensor project(const char* op, const Tensor& input, const Tensor& lora_A) {
   const ScalarType dtype = lora_dtype(input, lora_A);
-  const bool narrow = dtype == ScalarType::BFloat16 && kernels().linear.in(Compute::kBFloat16).any_tokens;
-  const ScalarType multiplied = narrow ? dtype : ScalarType::Float;
-  return torch::stable::to(
-      aten_linear(torch::stable::to(input, multiplied), torch::stable::to(lora_A, multiplied), std::nullopt), dtype);
+  if (dtype == ScalarType::BFloat16 && kernels().linear.in(Compute::kBFloat16).any_tokens)
+    return as_contiguous(aten_linear(input, lora_A, std::nullopt));
+  const int64_t ranks = lora_A.size(0);
+  const MatrixView x = matrix_view(op, "input", input);
+  const Tensor result = new_tensor(input, with_last_size(input, ranks), dtype);
+  const ThinFloats weight = thin_weight(input, matrix_view(op, "lora_A", lora_A));
+  const ThinFloats sums = dtype == ScalarType::Float ? ThinFloats{result, ranks} : thin_floats(input, x.rows, x.rows, ranks);
+  thin_project(x, weight, ranks, sums.row(0), ranks);
+  if (dtype != ScalarType::Float) store_rows(sums, ranks, result, checked_dtype(op, "input", dtype));
+  return result;
 }
 
 std::tuple<Tensor, Tensor> lora_linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias,
@@ -26,7 +34,7 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& input, const Tensor& packed
   std::optional<Tensor> added;
   if (bias) added = as_contiguous(*bias);
   const Tensor x = as_contiguous(input), weight = as_contiguous(packed);
-  const Tensor projected = as_contiguous(project(x, lora_A)), up = as_contiguous(lora_B);
+  const Tensor projected = project(op, x, as_contiguous(lora_A)), up = as_contiguous(lora_B);
   Tensor output = new_tensor(x, with_last_size(input, rows), x.scalar_type());
   if (rows != 0 && tokens != 0) {
     const DType dtype = checked_dtype(op, "input", x.scalar_type());
@@ -53,10 +61,49 @@ Tensor lora_linear_backward_input(const Tensor& grad_output, const Tensor& packe
   return output;
 }
 
+std::tuple<Tensor, Tensor, Tensor> lora_linear_backward_adapter(const Tensor& grad_output, const Tensor& input,
+                                                                const Tensor& projected, const Tensor& lora_B,
+                                                                const std::optional<Tensor>& grad_projected, double scaling,
+                                                                std::vector<int64_t> splits, bool needs_A, bool needs_B) {
+  constexpr const char* op = "lora_linear_backward_adapter";
+  const std::vector<int64_t> groups = checked_lora_adapter(op, grad_output, input, projected, lora_B, grad_projected, splits);
+  const NoGradGuard no_grad;
+  const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input), low = as_contiguous(projected), up = as_contiguous(lora_B);
+  const MatrixView rows = matrix_view(op, "grad_output", grad), columns = matrix_view(op, "input", x);
+  const MatrixView coefficients = matrix_view(op, "projected", low), weight = matrix_view(op, "lora_B", up);
+  const int64_t tokens = rows.rows, rank = weight.columns, stacked = coefficients.columns;
+  const Tensor grad_low = new_tensor(low, with_last_size(low, stacked), low.scalar_type());
+  const auto gradient = [&](bool needed, int64_t of_rows, int64_t of_columns) {
+    return new_tensor(up, needed ? std::vector<int64_t>{of_rows, of_columns} : std::vector<int64_t>{0}, up.scalar_type());
+  };
+  const Tensor grad_A = gradient(needs_A, stacked, columns.columns), grad_B = gradient(needs_B, weight.rows, rank);
+  // In fp32 up to here: lora_A's gradient multiplies it.
+  const ThinFloats sums = thin_floats(low, 0, tokens, round_up(stacked, kernels().thin.ranks));
+  int64_t first = 0;
+  for (size_t g = 0; g < groups.size(); first += groups[g++]) {
+    const MatrixView of_group = rows.part(0, tokens, first, groups[g]);
+    const ThinFloats turned = thin_weight_turned(up, weight.part(first, groups[g], 0, rank), float(scaling));
+    thin_project(of_group, turned, rank, sums.row(0) + int64_t(g) * rank, sums.stride);
+    if (!needs_B) continue;
+    const ThinFloats thin = thin_tokens(low, coefficients.part(0, tokens, int64_t(g) * rank, rank), float(scaling));
+    thin_gradient(of_group, thin, rank, static_cast<char*>(grad_B.mutable_data_ptr()) + first * rank * int64_t(up.element_size()),
+                  weight.dtype, 1, rank);
+  }
+  if (grad_projected) {
+    const Tensor given = as_contiguous(*grad_projected);
+    const ThinFloats more = thin_tokens(low, matrix_view(op, "grad_projected", given), 1.0f);
+    std::transform(sums.row(0), sums.row(tokens), more.row(0), sums.row(0), std::plus<float>());
+  }
+  store_rows(sums, stacked, grad_low, coefficients.dtype);
+  if (needs_A) thin_gradient(columns, sums, stacked, grad_A.mutable_data_ptr(), weight.dtype, columns.columns, 1);
+  return {grad_low, grad_A, grad_B};
+}
+
 }  // namespace
 }  // namespace halfbyte::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) {
   m.impl("lora_linear", TORCH_BOX(&halfbyte::cpu::lora_linear));
   m.impl("lora_linear_backward_input", TORCH_BOX(&halfbyte::cpu::lora_linear_backward_input));
+  m.impl("lora_linear_backward_adapter", TORCH_BOX(&halfbyte::cpu::lora_linear_backward_adapter));
 }

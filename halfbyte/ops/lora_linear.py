@@ -9,14 +9,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import CPU_ISAS, differentiable, eager, overload, register_autocast, register_fake
+from halfbyte._library import CPU_ISAS, differentiable, eager, overload, register_autocast, register_fake, register_kernel
 from halfbyte.formats import Format
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, with_columns
 
 _lora_linear = overload("lora_linear")
-_backward_input = overload("lora_linear_backward_input")
+_backward_input, _backward_adapter = overload("lora_linear_backward_input"), overload("lora_linear_backward_adapter")
 _eager_lora_linear, _eager_backward_input = eager("lora_linear"), eager("lora_linear_backward_input")
+_eager_backward_adapter = eager("lora_linear_backward_adapter")
 _cpu_isa = overload("cpu_isa")
 _FIRST_WITH_BF16 = CPU_ISAS.index("avx512")
 
@@ -111,30 +112,15 @@ class _LoraLinear:
         if grad is None:
             grad = input.new_zeros((*input.shape[:-1], packed.shape[0]))
         needs_input, _, needs_bias, needs_A, needs_B, *_ = ctx.needs_input_grad
-        dtype = _multiplied(projected)
-        rank = lora_B.shape[1]
-        rows, x, t = _as(_matrix(grad), dtype), _matrix(input), _as(_matrix(projected), dtype)
-        groups, first = [], 0  # (grad, x A^T, B) of each group of rows
-        for i, size in enumerate(ctx.splits):
-            of = slice(first, first + size)
-            groups.append((rows[:, of], t[:, i * rank : (i + 1) * rank], lora_B[of]))
-            first += size
-        groups = groups or [(rows, t, lora_B)]
-        grad_B = grad_A = grad_input = grad_bias = None
-        if needs_B:
-            grad_B = _as(_joined([g.t().mm(low) for g, low, _ in groups], 0).mul_(ctx.scaling), lora_B.dtype)
-        if needs_input or needs_A:
-            low = _joined([g.mm(_as(b, dtype)) for g, _, b in groups], 1).mul_(ctx.scaling)
-            if grad_projected is not None:
-                low = low + _as(_matrix(grad_projected), dtype)
-            if needs_A:
-                grad_A = _as(low.t().mm(_as(x, dtype)), lora_A.dtype)
+        grad_input = grad_A = grad_B = grad_bias = None
+        if needs_input or needs_A or needs_B:
+            arguments = (grad, input, projected, lora_B, grad_projected, ctx.scaling, ctx.splits, needs_A, needs_B)
+            low, grad_A, grad_B = _adapter_gradients(projected)(*arguments)
             if needs_input:
-                low = _as(low, projected.dtype)
-                low = low if projected.dim() == 2 else low.reshape(projected.shape)
                 grad_input = _backward_input_by_id(grad, packed, low, lora_A, *ctx.sizes)
         if ctx.has_bias and needs_bias:
             grad_bias = _matrix(grad).sum(0)
+        grad_A, grad_B = (g if needed else None for g, needed in ((grad_A, needs_A), (grad_B, needs_B)))
         return grad_input, None, grad_bias, grad_A, grad_B, None, None, None, None, None
 
 
@@ -148,11 +134,44 @@ def _matrix(t: Tensor) -> Tensor:
     return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
-def _multiplied(projected: Tensor) -> torch.dtype:
-    """What thin products of `projected`'s dtype are computed in: CPUs without bfloat16 units are faster in float32."""
-    if projected.device.type != "cpu" or (projected.dtype == torch.bfloat16 and _cpu_isa() >= _FIRST_WITH_BF16):
-        return projected.dtype
-    return torch.float32
+def _adapter_gradients(projected: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The op, or aten's products: differentiated again, on GPUs, in bfloat16 on CPUs that have units for it."""
+    if torch.is_grad_enabled() or projected.device.type != "cpu":
+        return _by_aten
+    if projected.dtype == torch.bfloat16 and _cpu_isa() >= _FIRST_WITH_BF16:
+        return _by_aten
+    return _backward_adapter if torch.compiler.is_compiling() else _eager_backward_adapter
+
+
+def _by_aten(
+    grad_output: Tensor,
+    input: Tensor,
+    projected: Tensor,
+    lora_B: Tensor,
+    grad_projected: Tensor | None,
+    scaling: float,
+    splits: Sequence[int],
+    needs_A: bool,
+    needs_B: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`lora_linear_backward_adapter` on every device, differentiable."""
+    dtype, rank = projected.dtype, lora_B.shape[1]
+    rows, x, t = _as(_matrix(grad_output), dtype), _matrix(input), _matrix(projected)
+    groups, first = [], 0  # (grad, x A^T, B) of each group of rows
+    for i, size in enumerate(splits):
+        of = slice(first, first + size)
+        groups.append((rows[:, of], t[:, i * rank : (i + 1) * rank], lora_B[of]))
+        first += size
+    groups = groups or [(rows, t, lora_B)]
+    grad_A = grad_B = lora_B.new_empty(0)
+    if needs_B:
+        grad_B = _as(_joined([g.t().mm(low) for g, low, _ in groups], 0).mul_(scaling), lora_B.dtype)
+    low = _joined([g.mm(_as(b, dtype)) for g, _, b in groups], 1).mul_(scaling)
+    if grad_projected is not None:
+        low = low + _matrix(grad_projected)
+    if needs_A:
+        grad_A = _as(low.t().mm(_as(x, dtype)), lora_B.dtype)
+    return low.reshape(projected.shape), grad_A, grad_B
 
 
 def _joined(parts: list[Tensor], dim: int) -> Tensor:
@@ -192,6 +211,7 @@ class _BackwardInput:
 
 _lora_linear_node = differentiable("lora_linear", _LoraLinear)
 _backward_input_node = differentiable("lora_linear_backward_input", _BackwardInput)
+register_kernel("lora_linear_backward_adapter", _by_aten)  # where there is no kernel of our own
 
 
 @register_fake("lora_linear")
@@ -208,6 +228,13 @@ def _(input: Tensor, packed: Tensor, bias: Tensor | None, lora_A: Tensor, *rest:
 @register_fake("lora_linear_backward_input")
 def _(grad_output: Tensor, *rest: Any) -> Tensor:
     return with_columns(grad_output, rest[-1])
+
+
+@register_fake("lora_linear_backward_adapter")
+def _(grad_output: Tensor, input: Tensor, projected: Tensor, lora_B: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    needs_A, needs_B = rest[-2:]
+    grad_A = (projected.shape[-1], input.shape[-1]) if needs_A else (0,)
+    return torch.empty_like(projected), lora_B.new_empty(grad_A), lora_B.new_empty(lora_B.shape if needs_B else (0,))
 
 
 def _cast(device_type: str, *tensors: Tensor | None) -> tuple[Any, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,52 @@ def test_values_and_gradients(dtype: torch.dtype, adapter: torch.dtype, splits: 
                 excess = (value.double() - want).abs() - bound
                 assert (excess <= 0).all(), f"{name} off by {excess.max():.2g} for {format}, M={M}"
             assert [t.dtype for t in got] == [dtype, dtype, dtype, adapter, adapter]
+
+
+@pytest.mark.parametrize("adapter", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_of_the_adapter(dtype: torch.dtype, adapter: torch.dtype) -> None:
+    """The op alone, elementwise: sums in float32 of exact factors, each rounded once to its dtype."""
+    wide, step = dtype if dtype == adapter else torch.float32, 2.0**-24
+    small = itertools.product((1, 2, 50), (1, 3, 47, 48, 130), (65,), (1, 8))
+    for M, N, K, rank in (*small, (3, 33, 17, 20), (515, 100, 97, 4), (1100, 16, 600, 9), (7, 1100, 16, 16)):
+        generator = torch.Generator().manual_seed(M * N + rank)
+        grad, x = (torch.randn(M, size, generator=generator).to(dtype) for size in (N, K))
+        low, more = (torch.randn(M, 2 * rank, generator=generator).to(wide) for _ in range(2))
+        b, splits = torch.randn(N, rank, generator=generator).to(adapter), [N // 3, N - N // 3]
+        got = torch.ops.halfbyte.lora_linear_backward_adapter(grad, x, low, b, more, 0.5, splits, True, True)
+        parts = [slice(0, splits[0]), slice(splits[0], N)]
+        for exact in (True, False):  # the values, then the sums of their absolute values
+            g, t, up, inputs, given = (v.double() if exact else v.double().abs() for v in (grad, low, b, x, more))
+            grad_low = torch.cat([0.5 * g[:, of] @ up[of] for of in parts], 1) + given
+            grad_b = torch.cat([0.5 * g[:, of].T @ t[:, i * rank : (i + 1) * rank] for i, of in enumerate(parts)])
+            if exact:
+                wanted = grad_low, grad_low.T @ inputs, grad_b
+            else:
+                size = grad_low, grad_low.T @ inputs, grad_b
+        for name, value, want, bound in zip(("x A^T", "A", "B"), got, wanted, size, strict=True):
+            limit = want.abs() * ROUNDING[value.dtype] + bound * (M + N + 3) * step + 2.0**-24
+            assert ((value.double() - want).abs() <= limit).all(), (name, M, N, K, rank)
+        assert [v.dtype for v in got] == [wide, adapter, adapter]
+
+
+def test_gradients_of_the_adapter_by_threads_and_by_need() -> None:
+    generator, before, results = torch.Generator().manual_seed(0), torch.get_num_threads(), []
+    grad, x, low, b = (torch.randn(*s, generator=generator) for s in ((700, 300), (700, 500), (700, 12), (300, 12)))
+    arguments = (grad, x.bfloat16().float(), low, b, None, 0.5, [])
+    try:
+        for threads in (1, 2, 5):
+            torch.set_num_threads(threads)
+            results.append(torch.ops.halfbyte.lora_linear_backward_adapter(*arguments, True, True))
+    finally:
+        torch.set_num_threads(before)
+    for result in results[1:]:
+        assert all(torch.equal(t, first) for t, first in zip(result, results[0], strict=True))
+    for needs_A, needs_B in ((False, True), (True, False), (False, False)):
+        grad_low, *others = torch.ops.halfbyte.lora_linear_backward_adapter(*arguments, needs_A, needs_B)
+        assert torch.equal(grad_low, results[0][0])
+        for value, needed, full in zip(others, (needs_A, needs_B), results[0][1:], strict=True):
+            assert torch.equal(value, full) if needed else value.shape == (0,)
 
 
 def test_float32_adapters_keep_float32_gradients_under_bfloat16_activations() -> None:
@@ -210,7 +257,7 @@ def test_a_layer_that_quantizes_its_activations_takes_no_branch() -> None:
 
 def test_other_instruction_sets(other_isa: Any) -> None:
     """The values and gradients above on the ISAs that the CPU has but would not choose."""
-    other_isa.tests(__file__, "values or bit")
+    other_isa.tests(__file__, "values or bit or adapter")
 
 
 def test_functorch_transforms() -> None:

@@ -1,0 +1,40 @@
+// The entries of thin products in the table of CPU kernels (kernels.h): raw pointers only, no torch.
+//
+// A product is thin where one operand has few rows, as LoRA's A and B and what they project have. That one is copied to fp32, and rows of
+// any element type meet it as they lie. Sums are fp32; their order depends on the sizes alone.
+#pragma once
+
+#include <stdint.h>
+
+#include "../formats.h"
+
+namespace halfbyte::cpu {
+
+struct ThinKernels {
+  int32_t ranks;    // a thin operand's rank is padded with zeros to a multiple of it
+  int32_t lanes;    // floats of a vector
+  int32_t columns;  // that one call of `gradient` should take a multiple of
+
+  // matrix (rows, columns) of `dtype`, `row_stride` elements apart, times `factor` -> floats (rows, stride), zeros past columns.
+  void (*prepare)(const void* matrix, DType dtype, int64_t row_stride, int64_t rows, int64_t columns, float factor, int64_t stride,
+                  float* out);
+
+  // The same, transposed: -> floats [row_begin, row_end) of (columns, stride), zeros past rows; row_end <= stride.
+  void (*prepare_turned)(const void* matrix, DType dtype, int64_t row_stride, int64_t rows, int64_t columns, float factor,
+                         int64_t row_begin, int64_t row_end, int64_t stride, float* out);
+
+  // out (tokens, ranks) of floats, `out_stride` apart, = matrix (tokens, columns) @ thin (padded ranks, columns)^T. `thin`: rows
+  // `thin_stride` apart, zeros up to the next whole vector.
+  void (*project)(const void* matrix, DType dtype, int64_t row_stride, int64_t tokens, int64_t columns, const float* thin,
+                  int64_t thin_stride, int64_t ranks, float* out, int64_t out_stride);
+
+  // out[r * rank_stride + c * column_stride] of `out_dtype` = (thin (tokens, padded ranks)^T @ matrix (tokens, columns))[r, c]. One of
+  // the strides is 1.
+  void (*gradient)(const void* matrix, DType dtype, int64_t row_stride, int64_t tokens, int64_t columns, const float* thin,
+                   int64_t thin_stride, int64_t ranks, void* out, DType out_dtype, int64_t rank_stride, int64_t column_stride);
+
+  // floats (rows, columns), `stride` apart -> out (rows, columns) of `dtype`, contiguous.
+  void (*store)(const float* floats, int64_t stride, int64_t rows, int64_t columns, DType dtype, void* out);
+};
+
+}  // namespace halfbyte::cpu
