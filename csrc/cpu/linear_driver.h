@@ -6,6 +6,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <utility>
 
 #include "../operands.h"
@@ -44,6 +45,25 @@ inline void parallel_blocks(int64_t rows, int64_t block_rows, int64_t grain, con
                 [&](int64_t begin, int64_t end) { body(begin * block_rows, std::min(end * block_rows, rows)); });
 }
 
+// Threads of the forward that take blocks of tokens of their own through all rows, or 1: all of them share the rows for one block after
+// the other. On its own, a thread waits for nobody and reads the activations that it prepared itself; but it decodes all of the weight.
+struct TokenBlocks {
+  int64_t threads;
+  int64_t tokens;  // of each block but the last
+};
+
+inline TokenBlocks token_blocks(int64_t tokens, int64_t token_bytes, const LinearArithmetic& arithmetic) {
+  const auto parts = [](int64_t of, int64_t size) { return (of + size - 1) / size; };
+  constexpr int64_t kMultiple = 32;  // of whole vectors and tiles
+  constexpr int64_t kOwnBytes = int64_t(1) << 20;  // of L2; larger blocks are better shared
+  const int64_t threads = torch::stable::get_num_threads(), D = arithmetic.decoding_tokens;
+  const int64_t rounds = parts(tokens, kLinearTokens * threads), block = round_up(parts(tokens, rounds * threads), kMultiple);
+  const int64_t alone = rounds * (block + D), together = (tokens + parts(tokens, kLinearTokens) * D) / threads;
+  // Waiting, and reading what other threads have written, take a sixteenth (csrc/README.md).
+  if (threads > 1 && block * token_bytes <= kOwnBytes && 16 * alone <= 17 * together) return {threads, block};
+  return {1, std::min(tokens, kLinearTokens)};
+}
+
 // The low-rank part of a forward product. weight (N, rank) holds one block per group of rows: rows of group g multiply
 // columns [g * rank, (g + 1) * rank) of input (M, groups * rank).
 struct LowRankOperands {
@@ -67,77 +87,135 @@ inline Tensor low_rank_weight(const LowRankOperands& low, Compute compute, int64
   return units;
 }
 
-// Rows that all calls of `direct` take before the next ones: their codes come from memory once.
-constexpr int64_t kPassRows = 16;
-
 // output = x @ packed^T + bias (of `target`) + the low-rank part. x (tokens, K) of dtype, contiguous; tokens and rows are not 0.
-inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
-                        const LowRankOperands* low, LinearOutput target) {
+struct Forward {
+  const Tensor& x;
+  int64_t tokens;
+  const uint8_t* packed;
+  int64_t rows;
+  const RowLayout& layout;
+  DType dtype;
+  const LowRankOperands* low;
+  LinearOutput target;
+  Compute compute;
+
+  LinearOutput output_at(int64_t token) const {
+    const int64_t bytes = target.stride * (target.dtype == DType::kFloat32 ? 4 : 2);
+    return {static_cast<char*>(target.data) + token * bytes, target.bias, target.stride, target.dtype};
+  }
+};
+
+// The low-rank part as the kernels take it, if there is one: its weight in units, and memory for the input of `tokens` tokens.
+struct LowRankUnits {
+  int64_t rank = 0, stride = 0;
+  DType dtype{};
+  std::optional<Tensor> weight, input;
+
+  LowRankUnits(const Forward& f, int64_t tokens) {
+    if (!f.low) return;
+    const int64_t elements = elements_per_unit(f.compute);
+    rank = f.low->input.size(f.low->input.dim() - 1);
+    stride = round_up((rank + elements - 1) / elements, kernels().linear.lanes);
+    dtype = checked_dtype("lora_linear", "projected", f.low->input.scalar_type());
+    weight = low_rank_weight(*f.low, f.compute, stride);
+    input = unit_buffer(f.x, tokens * stride * elements, f.compute);
+  }
+  void* input_at(int64_t token) const { return static_cast<char*>(input->mutable_data_ptr()) + token * stride * 4; }
+  // Of tokens from `token` on.
+  std::optional<LowRank> addend(int64_t token) const {
+    if (!weight) return std::nullopt;
+    return LowRank{weight->const_data_ptr(), input_at(token), rank, stride};
+  }
+};
+
+template <class T>
+inline const T* address(const std::optional<T>& value) {
+  return value ? &*value : nullptr;
+}
+
+// Few tokens, each row decoded in registers.
+inline void forward_direct(const Forward& f) {
+  constexpr int64_t kPassRows = 16;  // rows that all tokens take before the next ones: their codes come from memory once
   const LinearKernels& table = kernels().linear;
-  const Compute compute = forward_compute(dtype, tokens, layout.format, table);
-  const bool direct = tokens <= table.in(compute).direct_tokens;
-  const int64_t K = layout.in_features, padded = round_up(K, table.group);
-  const int64_t block = std::min(tokens, kLinearTokens), width = direct ? tokens : round_up(block, table.tile_tokens);
-  // Few tokens' units fit the calling thread's scratch, which no direct kernel takes: an allocation less (1.5 us).
-  const int64_t units_bytes = width * padded * (4 / elements_per_unit(compute));
+  const int64_t K = f.layout.in_features, token_bytes = round_up(K, table.group) * 4 / elements_per_unit(f.compute);
+  // Mostly they fit the calling thread's scratch, which no direct kernel takes: an allocation less (1.5 us).
   std::optional<WorkspaceLease> kept;
   std::optional<Tensor> fresh;
-  if (direct && units_bytes <= kWorkspaceLimit) kept.emplace(units_bytes);
-  else fresh = unit_buffer(x, width * padded, compute);
-  void* prepared = kept ? kept->data() : fresh->mutable_data_ptr();
-  LowRank addend{};
-  DType low_dtype{};
-  std::optional<Tensor> low_weight, low_input;
-  if (low) {
-    addend.rank = low->input.size(low->input.dim() - 1);
-    addend.stride = round_up((addend.rank + elements_per_unit(compute) - 1) / elements_per_unit(compute), table.lanes);
-    low_dtype = checked_dtype("lora_linear", "projected", low->input.scalar_type());
-    low_weight = low_rank_weight(*low, compute, addend.stride);
-    low_input = unit_buffer(x, width * addend.stride * elements_per_unit(compute), compute);
-    addend.weight = low_weight->const_data_ptr();
-    addend.input = low_input->const_data_ptr();
+  if (f.tokens * token_bytes <= kWorkspaceLimit) kept.emplace(f.tokens * token_bytes);
+  else fresh = new_tensor(f.x, {f.tokens * token_bytes}, ScalarType::Byte);
+  char* const units = static_cast<char*>(kept ? kept->data() : fresh->mutable_data_ptr());
+  const LowRankUnits low(f, f.tokens);
+  for (int64_t m = 0; m < f.tokens; m += kPassTokens)
+    table.prepare_direct(at_row(f.x, m, K), f.dtype, std::min(f.tokens - m, kPassTokens), f.layout, f.compute, units + m * token_bytes);
+  if (f.low) {
+    std::memset(low.input_at(0), 0, size_t(f.tokens * low.stride * 4));
+    table.prepare_low_rank(f.low->input.const_data_ptr(), low.dtype, f.tokens, low.rank, f.low->factor, f.compute, 0, low.stride,
+                           low.input_at(0));
   }
-  const int64_t output_row = target.stride * (target.dtype == DType::kFloat32 ? 4 : 2);
-  if (direct) {
-    const auto units_of = [&](int64_t m) { return static_cast<char*>(prepared) + units_bytes / tokens * m; };
-    for (int64_t m = 0; m < tokens; m += kPassTokens)
-      table.prepare_direct(at_row(x, m, K), dtype, std::min(tokens - m, kPassTokens), layout, compute, units_of(m));
-    if (low) {
-      torch::stable::zero_(*low_input);
-      table.prepare_low_rank(low->input.const_data_ptr(), low_dtype, tokens, addend.rank, low->factor, compute, 0, addend.stride,
-                             low_input->mutable_data_ptr());
+  parallel_rows(f.rows, row_grain(K), [&](int64_t begin, int64_t end) {
+    const int64_t step = f.tokens <= kPassTokens ? end - begin : kPassRows;
+    for (int64_t row = begin; row < end; row += step) {
+      for (int64_t m = 0; m < f.tokens; m += kPassTokens) {
+        const auto addend = low.addend(m);
+        table.direct(f.packed, row, std::min(row + step, end), f.layout, f.compute, units + m * token_bytes,
+                     std::min(f.tokens - m, kPassTokens), address(addend), f.output_at(m));
+      }
     }
-    parallel_rows(rows, row_grain(K), [&](int64_t begin, int64_t end) {
-      const int64_t step = tokens <= kPassTokens ? end - begin : kPassRows;
-      for (int64_t row = begin; row < end; row += step) {
-        for (int64_t m = 0; m < tokens; m += kPassTokens) {
-          LowRank part = addend;
-          if (low) part.input = static_cast<const char*>(addend.input) + m * addend.stride * 4;
-          const LinearOutput to{static_cast<char*>(target.data) + m * output_row, target.bias, target.stride, target.dtype};
-          table.direct(packed, row, std::min(row + step, end), layout, compute, units_of(m), std::min(tokens - m, kPassTokens),
-                       low ? &part : nullptr, to);
-        }
+  });
+}
+
+// More tokens, rows decoded into panels.
+inline void forward_tiled(const Forward& f) {
+  const LinearKernels& table = kernels().linear;
+  const int64_t K = f.layout.in_features, padded = round_up(K, table.group), token_bytes = padded * 4 / elements_per_unit(f.compute);
+  const auto [threads, block] = token_blocks(f.tokens, token_bytes, table.in(f.compute));
+  const int64_t width = round_up(block, table.tile_tokens);
+  const Tensor prepared = new_tensor(f.x, {threads * width * token_bytes}, ScalarType::Byte);
+  const LowRankUnits low(f, threads * width);
+  const auto units_of = [&](int64_t thread) {
+    return static_cast<char*>(prepared.mutable_data_ptr()) + thread * width * token_bytes;
+  };
+  const auto count_of = [&](int64_t m) { return std::min(f.tokens - m, block); };
+  const auto tiles_of = [&](int64_t m) { return (count_of(m) + table.tile_tokens - 1) / table.tile_tokens; };
+  const auto prepare = [&](int64_t m, int64_t first_tile, int64_t end_tile, int64_t thread) {
+    table.prepare_tiled(at_row(f.x, m, K), f.dtype, count_of(m), f.layout, f.compute, first_tile, end_tile, units_of(thread));
+  };
+  const auto prepare_low = [&](int64_t m, int64_t thread) {
+    if (f.low)
+      table.prepare_low_rank_tiled(at_row(f.low->input, m, low.rank), low.dtype, count_of(m), low.rank, f.low->factor, f.compute,
+                                   low.input_at(thread * width));
+  };
+  const auto multiply = [&](int64_t m, int64_t begin, int64_t end, int64_t thread) {
+    const WorkspaceLease scratch(table.scratch_bytes);
+    const auto addend = low.addend(thread * width);
+    table.tiled(f.packed, begin, end, f.layout, f.compute, units_of(thread), count_of(m), address(addend), f.output_at(m),
+                scratch.data());
+  };
+  if (threads > 1) {
+    const int64_t blocks = (f.tokens + block - 1) / block;
+    parallel_rows(threads, 1, [&](int64_t first, int64_t last) {
+      for (int64_t m = first * blocks / threads * block; m < std::min(last * blocks / threads * block, f.tokens); m += block) {
+        prepare(m, 0, tiles_of(m), first);
+        prepare_low(m, first);
+        multiply(m, 0, f.rows, first);
       }
     });
     return;
   }
-  const LowRank* const added = low ? &addend : nullptr;
-  for (int64_t m = 0; m < tokens; m += kLinearTokens) {
-    const int64_t count = std::min(tokens - m, kLinearTokens);
-    const char* source = at_row(x, m, K);
-    const int64_t tiles = (count + table.tile_tokens - 1) / table.tile_tokens;
-    parallel_rows(tiles, row_grain(K * table.tile_tokens), [&](int64_t begin, int64_t end) {
-      table.prepare_tiled(source, dtype, count, layout, compute, begin, end, prepared);
-    });
-    if (low)
-      table.prepare_low_rank_tiled(at_row(low->input, m, addend.rank), low_dtype, count, addend.rank, low->factor, compute,
-                                   low_input->mutable_data_ptr());
-    parallel_blocks(rows, table.in(compute).block_rows, row_grain(K * count), [&](int64_t begin, int64_t end) {
-      const WorkspaceLease scratch(table.scratch_bytes);
-      table.tiled(packed, begin, end, layout, compute, prepared, count, added, target, scratch.data());
-    });
-    target.data = static_cast<char*>(target.data) + output_row * count;
+  for (int64_t m = 0; m < f.tokens; m += block) {
+    parallel_rows(tiles_of(m), row_grain(K * table.tile_tokens), [&](int64_t begin, int64_t end) { prepare(m, begin, end, 0); });
+    prepare_low(m, 0);
+    parallel_blocks(f.rows, table.in(f.compute).block_rows, row_grain(K * count_of(m)),
+                    [&](int64_t begin, int64_t end) { multiply(m, begin, end, 0); });
   }
+}
+
+inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
+                        const LowRankOperands* low, LinearOutput target) {
+  const LinearKernels& table = kernels().linear;
+  const Forward f{x, tokens, packed, rows, layout, dtype, low, target, forward_compute(dtype, tokens, layout.format, table)};
+  if (tokens <= table.in(f.compute).direct_tokens) forward_direct(f);
+  else forward_tiled(f);
 }
 
 // Tokens of a block of the backward, which threads share out by blocks and groups of columns: 5 groups (K = 576) are no even work for 2

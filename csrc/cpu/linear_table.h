@@ -102,7 +102,8 @@ constexpr LinearKernels linear_kernels() {
   LinearKernels k{};
   int64_t scratch = 0;
   for_each_product(Products{}, [&]<class P>(P) {
-    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, BackwardLayout<P>::kTokensTogether, int32_t(kUnitMultiple<P>), 0};
+    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, BackwardLayout<P>::kTokensTogether, int32_t(kUnitMultiple<P>),
+                                      kOnTiles<P> ? 40 : 16, 0};
     constexpr int64_t forward = Layout<P>::kMany.scratch_floats(), back = BackwardLayout<P>::kMany.scratch_floats(kLinearTokens);
     static_assert(Layout<P>::kFew.scratch_floats() <= forward && BackwardLayout<P>::kFew.scratch_floats(kFewTokens) <= back);
     scratch = forward > scratch ? forward : scratch;
