@@ -220,12 +220,15 @@ def test_equal_tokens_of_a_batch_give_equal_bits(format: int, block_size: int, d
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_threads_do_not_change_a_bit(dtype: torch.dtype) -> None:
-    rows, K = 523, 1100
+@pytest.mark.parametrize(
+    ("rows", "K", "tokens"),
+    [(523, 1100, (1, 3, 7, 40, 700)), (50, 130, (256, 512, 1100, 1536, 2560))],  # the second: 2, 3 or 5 threads share tokens
+)
+def test_threads_do_not_change_a_bit(rows: int, K: int, tokens: tuple[int, ...], dtype: torch.dtype) -> None:
     packed, _ = make(rows, K, NF4, 64)
     before = torch.get_num_threads()
     try:
-        for M in (1, 3, 7, 40, 700):
+        for M in tokens:
             x, grad = tokens_like((M, K), dtype), tokens_like((M, rows), dtype)
             results = []
             for threads in (1, 2, 3, 5):

@@ -137,19 +137,22 @@ def test_a_branch_of_zeros_changes_no_bit() -> None:
             assert torch.equal(y, halfbyte.ops.linear(x, packed, bias, "nf4", 130))
 
 
-def test_results_do_not_depend_on_threads() -> None:
+@pytest.mark.parametrize("M", [90, 520])  # 520: two threads share tokens
+def test_results_do_not_depend_on_threads(M: int) -> None:
     packed = random_packed(Format.parse("nf4"), 301, 260)
-    x, bias, a, b = (t.detach() for t in leaves(90, 301, 260, 6, torch.bfloat16, torch.bfloat16))
+    x, bias, a, b = (t.detach() for t in leaves(M, 301, 260, 6, torch.bfloat16, torch.float32))
     before, results = torch.get_num_threads(), []
-    low = torch.randn(90, 6, dtype=torch.bfloat16)
-    y, _ = torch.ops.halfbyte.lora_linear(x, packed, bias, a, b, 2.0, [], 0, 64, 260)
+    low = torch.randn(M, 6)
     try:
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(torch.ops.halfbyte.lora_linear_backward_input(y, packed, low, a, 0, 64, 260))
+            y, projected = torch.ops.halfbyte.lora_linear(x, packed, bias, a, b, 2.0, [], 0, 64, 260)
+            first = results[0][0] if results else y
+            results.append((y, projected, torch.ops.halfbyte.lora_linear_backward_input(first, packed, low, a, 0, 64, 260)))
     finally:
         torch.set_num_threads(before)
-    assert all(torch.equal(result, results[0]) for result in results)
+    for result in results[1:]:
+        assert all(torch.equal(t, one) for t, one in zip(result, results[0], strict=True))
 
 
 def test_three_linears_with_one_input_are_one_call() -> None:
