@@ -5,7 +5,7 @@
 The peers do what PEFT's layer does: y = base(x) + (x A^T) B^T * scaling, gradients of x, A and B. "dense" is `F.linear` on
 weights of the input's dtype, "dense in fp32" the same step in float32 throughout (should that be the faster one), and
 bitsandbytes is `matmul_4bit` as its training path runs it. "two nodes" is PEFT's formula on our own `linear`: what fusing is
-worth. Adapters have the input's dtype.
+worth. Adapters have the input's dtype, or float32 under bf16 ("bf16, fp32 adapters"), as PEFT makes them by default.
 """
 
 from __future__ import annotations
@@ -20,27 +20,31 @@ from torch import Tensor
 
 from halfbyte.ops import linear, lora_linear, quantize
 
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {  # of the input, of the adapter
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "bf16, fp32 adapters": (torch.bfloat16, torch.float32),
+    "fp32": (torch.float32, torch.float32),
+}
 TOKENS = (16, 128, 512, 2048)
 SCALING = 2.0
 
 
 def peft(base: Callable[[Tensor], Tensor], x: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """PEFT's `lora.Linear.forward` without dropout."""
-    return base(x) + F.linear(F.linear(x, a), b) * SCALING
+    return (base(x) + F.linear(F.linear(x.to(a.dtype), a), b) * SCALING).to(x.dtype)
 
 
 def compare(report: harness.Report, M: int, name: str, rank: int, source: list[Tensor]) -> None:
-    dtype, (N, K) = DTYPES[name], source[0].shape
+    (dtype, adapter), (N, K) = DTYPES[name], source[0].shape
     dense = [w.to(dtype) for w in source]
     packed = [quantize(w, "nf4") for w in source]
     grad = torch.randn(M, N).to(dtype)
 
-    def leaves(of: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    def leaves(of: torch.dtype, low: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         generator = torch.Generator().manual_seed(1)
         shapes = (M, K), (rank, K), (N, rank)
         return tuple(  # type: ignore[return-value]
-            (torch.randn(shape, generator=generator) * (0.05 if i else 1.0)).to(of).requires_grad_()
+            (torch.randn(shape, generator=generator) * (0.05 if i else 1.0)).to(low if i else of).requires_grad_()
             for i, shape in enumerate(shapes)
         )
 
@@ -53,14 +57,14 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
 
         return run
 
-    x, a, b = mine = leaves(dtype)
+    x, a, b = mine = leaves(dtype, adapter)
     cases = {
         "halfbyte": step(mine, lambda i: lora_linear(x, packed[i], None, a, b, SCALING, "nf4", K), grad),
         "halfbyte two nodes": step(mine, lambda i: peft(lambda t: linear(t, packed[i], None, "nf4", K), x, a, b), grad),
         "dense": step(mine, lambda i: peft(lambda t: F.linear(t, dense[i]), x, a, b), grad),
     }
-    if name == "bf16":
-        x32, a32, b32 = wide = leaves(torch.float32)
+    if dtype == torch.bfloat16:
+        x32, a32, b32 = wide = leaves(torch.float32, torch.float32)
         cases["dense in fp32"] = step(wide, lambda i: peft(lambda t: F.linear(t, source[i]), x32, a32, b32), grad.float())
     try:
         import bitsandbytes as bnb
@@ -72,7 +76,7 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
         )
     except ImportError:
         pass
-    if name == "bf16" and torch.backends.cpu.get_cpu_capability() == "AVX2" and M > 16:
+    if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2" and M > 16:
         for peer in ("dense", "bitsandbytes"):  # torch's bf16 backward takes 0.12 s a token
             cases.pop(peer, None)
 
@@ -85,7 +89,7 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
         for case in ("halfbyte", "halfbyte two nodes"):
             for got, want in zip(cases[case](0), expected, strict=True):  # type: ignore[call-overload]
                 error = (got.double() - want).norm() / want.norm()
-                assert error < (1e-2 if name == "bf16" else 1e-5), f"{case}: {error}"
+                assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5), f"{case}: {error}"
 
     flops = 4 * M * N * K + 8 * M * rank * (N + K) - 2 * M * rank * K
     timed = {case: Case(run, flops=flops) for case, run in cases.items()}

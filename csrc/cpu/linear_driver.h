@@ -193,7 +193,7 @@ inline void forward_tiled(const Forward& f) {
   };
   if (threads > 1) {
     const int64_t blocks = (f.tokens + block - 1) / block;
-    parallel_rows(threads, 1, [&](int64_t first, int64_t last) {
+    parallel_rows(threads, row_grain(block * f.rows * K), [&](int64_t first, int64_t last) {
       for (int64_t m = first * blocks / threads * block; m < std::min(last * blocks / threads * block, f.tokens); m += block) {
         prepare(m, 0, tiles_of(m), first);
         prepare_low(m, first);

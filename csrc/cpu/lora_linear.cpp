@@ -3,16 +3,21 @@
 // are thin products (thin_driver.h).
 #include <functional>
 
+#include "../lora_adapter.h"
 #include "thin_driver.h"
 
 namespace halfbyte::cpu {
 namespace {
 
-// input (..., K) @ lora_A (R, K)^T in lora_dtype of both. Where there are bf16 units, aten's product of bf16 by bf16 uses them.
+// aten's products of bf16 by bf16 use bf16 units where there are any, which take two products at once.
+bool aten_is_faster(ScalarType dtype) {
+  return dtype == ScalarType::BFloat16 && kernels().linear.in(Compute::kBFloat16).any_tokens;
+}
+
+// input (..., K) @ lora_A (R, K)^T in lora_dtype of both.
 Tensor project(const char* op, const Tensor& input, const Tensor& lora_A) {
   const ScalarType dtype = lora_dtype(input, lora_A);
-  if (dtype == ScalarType::BFloat16 && kernels().linear.in(Compute::kBFloat16).any_tokens)
-    return as_contiguous(aten_linear(input, lora_A, std::nullopt));
+  if (aten_is_faster(dtype)) return as_contiguous(aten_linear(input, lora_A, std::nullopt));
   const int64_t ranks = lora_A.size(0);
   const MatrixView x = matrix_view(op, "input", input);
   const Tensor result = new_tensor(input, with_last_size(input, ranks), dtype);
@@ -68,6 +73,8 @@ std::tuple<Tensor, Tensor, Tensor> lora_linear_backward_adapter(const Tensor& gr
   constexpr const char* op = "lora_linear_backward_adapter";
   const std::vector<int64_t> groups = checked_lora_adapter(op, grad_output, input, projected, lora_B, grad_projected, splits);
   const NoGradGuard no_grad;
+  if (aten_is_faster(projected.scalar_type()))
+    return adapter_gradients(grad_output, input, projected, lora_B, grad_projected, scaling, groups, needs_A, needs_B);
   const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input), low = as_contiguous(projected), up = as_contiguous(lora_B);
   const MatrixView rows = matrix_view(op, "grad_output", grad), columns = matrix_view(op, "input", x);
   const MatrixView coefficients = matrix_view(op, "projected", low), weight = matrix_view(op, "lora_B", up);

@@ -1,16 +1,10 @@
-// Fronts of lora_linear and lora_linear_backward_input on CUDA: the branch is the addend that the base product's accumulation
+// Fronts of lora_linear and its backward ops on CUDA: the branch is the addend that the base product's accumulation
 // starts from, so that it makes no pass of its own over what the base wrote.
+#include "../lora_adapter.h"
 #include "linear_driver.h"
 
 namespace halfbyte::cuda {
 namespace {
-
-// t (M, R) * factor in t's dtype, the product rounded once.
-Tensor scaled(const Tensor& t, double factor) {
-  Tensor scalar = torch::stable::new_empty(t, {}, t.scalar_type());
-  torch::stable::fill_(scalar, factor);
-  return aten_mul(t, scalar);
-}
 
 // bias + projected @ lora_B^T (M, N) in lora_B's dtype, group by group.
 Tensor branch(const Tensor& projected, const Tensor& lora_B, const std::optional<Tensor>& bias, const std::vector<int64_t>& groups) {
@@ -61,10 +55,21 @@ Tensor lora_linear_backward_input(const Tensor& grad_output, const Tensor& packe
   return torch::stable::reshape(run_backward(op, grad, packed, addend, layout), with_last_size(grad_output, in_features));
 }
 
+std::tuple<Tensor, Tensor, Tensor> lora_linear_backward_adapter(const Tensor& grad_output, const Tensor& input,
+                                                                const Tensor& projected, const Tensor& lora_B,
+                                                                const std::optional<Tensor>& grad_projected, double scaling,
+                                                                std::vector<int64_t> splits, bool needs_A, bool needs_B) {
+  constexpr const char* op = "lora_linear_backward_adapter";
+  const std::vector<int64_t> groups = checked_lora_adapter(op, grad_output, input, projected, lora_B, grad_projected, splits);
+  const NoGradGuard no_grad;
+  return adapter_gradients(grad_output, input, projected, lora_B, grad_projected, scaling, groups, needs_A, needs_B);
+}
+
 }  // namespace
 }  // namespace halfbyte::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CUDA, m) {
   m.impl("lora_linear", TORCH_BOX(&halfbyte::cuda::lora_linear));
   m.impl("lora_linear_backward_input", TORCH_BOX(&halfbyte::cuda::lora_linear_backward_input));
+  m.impl("lora_linear_backward_adapter", TORCH_BOX(&halfbyte::cuda::lora_linear_backward_adapter));
 }

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halfbyte._library import CPU_ISAS, differentiable, eager, overload, register_autocast, register_fake, register_kernel
+from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
 from halfbyte.ops.linear import linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, with_columns
@@ -18,8 +18,6 @@ _lora_linear = overload("lora_linear")
 _backward_input, _backward_adapter = overload("lora_linear_backward_input"), overload("lora_linear_backward_adapter")
 _eager_lora_linear, _eager_backward_input = eager("lora_linear"), eager("lora_linear_backward_input")
 _eager_backward_adapter = eager("lora_linear_backward_adapter")
-_cpu_isa = overload("cpu_isa")
-_FIRST_WITH_BF16 = CPU_ISAS.index("avx512")
 
 
 def lora_linear(
@@ -115,7 +113,7 @@ class _LoraLinear:
         grad_input = grad_A = grad_B = grad_bias = None
         if needs_input or needs_A or needs_B:
             arguments = (grad, input, projected, lora_B, grad_projected, ctx.scaling, ctx.splits, needs_A, needs_B)
-            low, grad_A, grad_B = _adapter_gradients(projected)(*arguments)
+            low, grad_A, grad_B = _adapter_gradients()(*arguments)
             if needs_input:
                 grad_input = _backward_input_by_id(grad, packed, low, lora_A, *ctx.sizes)
         if ctx.has_bias and needs_bias:
@@ -134,16 +132,14 @@ def _matrix(t: Tensor) -> Tensor:
     return t if t.dim() == 2 else t.reshape(math.prod(t.shape[:-1]), t.shape[-1])
 
 
-def _adapter_gradients(projected: Tensor) -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """The op, or aten's products: differentiated again, on GPUs, in bfloat16 on CPUs that have units for it."""
-    if torch.is_grad_enabled() or projected.device.type != "cpu":
-        return _by_aten
-    if projected.dtype == torch.bfloat16 and _cpu_isa() >= _FIRST_WITH_BF16:
-        return _by_aten
+def _adapter_gradients() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """The op, or what can be differentiated again."""
+    if torch.is_grad_enabled():
+        return _differentiable_gradients
     return _backward_adapter if torch.compiler.is_compiling() else _eager_backward_adapter
 
 
-def _by_aten(
+def _differentiable_gradients(
     grad_output: Tensor,
     input: Tensor,
     projected: Tensor,
@@ -154,7 +150,7 @@ def _by_aten(
     needs_A: bool,
     needs_B: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`lora_linear_backward_adapter` on every device, differentiable."""
+    """`lora_linear_backward_adapter` in products of aten."""
     dtype, rank = projected.dtype, lora_B.shape[1]
     rows, x, t = _as(_matrix(grad_output), dtype), _matrix(input), _matrix(projected)
     groups, first = [], 0  # (grad, x A^T, B) of each group of rows
@@ -211,7 +207,6 @@ class _BackwardInput:
 
 _lora_linear_node = differentiable("lora_linear", _LoraLinear)
 _backward_input_node = differentiable("lora_linear_backward_input", _BackwardInput)
-register_kernel("lora_linear_backward_adapter", _by_aten)  # where there is no kernel of our own
 
 
 @register_fake("lora_linear")

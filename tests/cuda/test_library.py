@@ -113,6 +113,21 @@ def test_a_cuda_kernel_called_without_a_gpu_says_so() -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("splits", [[], [20, 0, 28]])
+@pytest.mark.parametrize(("dtype", "adapter"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
+def test_gradients_of_an_adapter_are_products_of_aten(dtype: torch.dtype, adapter: torch.dtype, splits: list[int]) -> None:
+    """Nothing but aten is in it, so that the CUDA front runs on CPU tensors."""
+    op, keys = torch.ops.halfbyte.lora_linear_backward_adapter.default, torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
+    grad, x = (torch.randn(2, 5, size, dtype=dtype) for size in (48, 100))
+    low, more = (torch.randn(2, 5, 3 * (len(splits) or 1)) for _ in range(2))
+    for given, *needs in ((None, True, True), (more, True, False), (more, False, True)):
+        arguments = (grad, x, low, torch.randn(48, 3, dtype=adapter), given, 0.5, splits, *needs)
+        for got, want in zip(op.redispatch(keys, *arguments), op(*arguments), strict=True):
+            assert got.dtype == want.dtype
+            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+
+
+@needs_library
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would launch on CPU addresses")
 @pytest.mark.parametrize(
     ("name", "arguments", "text"),
@@ -148,6 +163,11 @@ def test_a_cuda_kernel_called_without_a_gpu_says_so() -> None:
             "lora_linear_backward_input",
             (torch.zeros(2, 4), torch.zeros(4, 48, dtype=torch.uint8), torch.zeros(2, 3), torch.zeros(2, 64), 0, 64, 64),
             "last dimension replaced by 2",
+        ),
+        (
+            "lora_linear_backward_adapter",
+            (torch.zeros(2, 4), torch.zeros(2, 64), torch.zeros(2, 2), torch.zeros(5, 2), None, 1.0, [], True, True),
+            r"grad_output must have input's shape with the last dimension replaced by 5",
         ),
         ("embedding", (torch.zeros(2), torch.zeros(4, 48, dtype=torch.uint8), 0, 64, 64, torch.float32), "int64 or int32"),
     ],

@@ -73,8 +73,12 @@ def test_values_and_gradients(dtype: torch.dtype, adapter: torch.dtype, splits: 
 @pytest.mark.parametrize("adapter", DTYPES)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_of_the_adapter(dtype: torch.dtype, adapter: torch.dtype) -> None:
-    """The op alone, elementwise: sums in float32 of exact factors, each rounded once to its dtype."""
+    """The op alone, elementwise: sums in float32 of exact factors, each rounded once to its dtype.
+
+    bfloat16 by bfloat16 may be aten's: x A^T's gradient is rounded when summed, scaled and added to, before it reaches A.
+    """
     wide, step = dtype if dtype == adapter else torch.float32, 2.0**-24
+    between = 4 * 2.0**-8 if wide == torch.bfloat16 else 0.0
     small = itertools.product((1, 2, 50), (1, 3, 47, 48, 130), (65,), (1, 8))
     for M, N, K, rank in (*small, (3, 33, 17, 20), (515, 100, 97, 4), (1100, 16, 600, 9), (7, 1100, 16, 16)):
         generator = torch.Generator().manual_seed(M * N + rank)
@@ -92,7 +96,7 @@ def test_gradients_of_the_adapter(dtype: torch.dtype, adapter: torch.dtype) -> N
             else:
                 size = grad_low, grad_low.T @ inputs, grad_b
         for name, value, want, bound in zip(("x A^T", "A", "B"), got, wanted, size, strict=True):
-            limit = want.abs() * ROUNDING[value.dtype] + bound * (M + N + 3) * step + 2.0**-24
+            limit = want.abs() * ROUNDING[value.dtype] + bound * (between + (M + N + 3) * step) + 2.0**-24
             assert ((value.double() - want).abs() <= limit).all(), (name, M, N, K, rank)
         assert [v.dtype for v in got] == [wide, adapter, adapter]
 
