@@ -5,9 +5,9 @@
 
 namespace halfbyte {
 
-// t * factor in t's dtype, the product rounded once.
+// t * factor in t's dtype, the product rounded once; on CPUs the factor not at all.
 inline Tensor scaled(const Tensor& t, double factor) {
-  Tensor scalar = torch::stable::new_empty(t, {}, t.scalar_type());
+  Tensor scalar = torch::stable::new_empty(t, {}, ScalarType::Float);
   torch::stable::fill_(scalar, factor);
   return aten_mul(t, scalar);
 }

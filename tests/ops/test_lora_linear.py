@@ -101,6 +101,13 @@ def test_gradients_of_the_adapter(dtype: torch.dtype, adapter: torch.dtype) -> N
         assert [v.dtype for v in got] == [wide, adapter, adapter]
 
 
+def test_the_scaling_is_not_rounded() -> None:
+    """13 * 0.7 = 9.1 is 9.125 in bfloat16; times 0.7 in bfloat16, 0.69921875, it would be 9.0625."""
+    one, grad = torch.ones(1, 1, dtype=torch.bfloat16), torch.full((1, 1), 13.0, dtype=torch.bfloat16)
+    for value in torch.ops.halfbyte.lora_linear_backward_adapter(grad, one, one, one, None, 0.7, [], True, True):
+        assert value.item() == 9.125
+
+
 def test_gradients_of_the_adapter_by_threads_and_by_need() -> None:
     generator, before, results = torch.Generator().manual_seed(0), torch.get_num_threads(), []
     grad, x, low, b = (torch.randn(*s, generator=generator) for s in ((700, 300), (700, 500), (700, 12), (300, 12)))
