@@ -2,10 +2,11 @@
 
     python benchmarks/bench_lora.py --only "bf16 M=512" --seconds 5
 
-The peers do what PEFT's layer does: y = base(x) + (x A^T) B^T * scaling, gradients of x, A and B. "dense" is `F.linear` on
-weights of the input's dtype, "dense in fp32" the same step in float32 throughout (should that be the faster one), and
-bitsandbytes is `matmul_4bit` as its training path runs it. "two nodes" is PEFT's formula on our own `linear`: what fusing is
-worth. Adapters have the input's dtype, or float32 under bf16 ("bf16, fp32 adapters"), as PEFT makes them by default.
+The peers do what PEFT's layer does: y = base(x) + (d(x) A^T) B^T * scaling, gradients of x, A and B; d is dropout where a
+row says so, else nothing. "dense" is `F.linear` on weights of the input's dtype, "dense in fp32" the same step in float32
+throughout (should that be the faster one), and bitsandbytes is `matmul_4bit` as its training path runs it. "two nodes" is
+PEFT's formula on our own `linear`: what fusing is worth. Adapters have the input's dtype, or float32 under bf16 ("bf16, fp32
+adapters"), as PEFT makes them by default.
 """
 
 from __future__ import annotations
@@ -20,22 +21,32 @@ from torch import Tensor
 
 from halfbyte.ops import linear, lora_linear, quantize
 
-DTYPES = {  # of the input, of the adapter
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "bf16, fp32 adapters": (torch.bfloat16, torch.float32),
-    "fp32": (torch.float32, torch.float32),
+KINDS = {  # dtype of the input, of the adapter, dropout
+    "bf16": (torch.bfloat16, torch.bfloat16, 0.0),
+    "bf16, fp32 adapters": (torch.bfloat16, torch.float32, 0.0),
+    "bf16, fp32 adapters, dropout 0.1": (torch.bfloat16, torch.float32, 0.1),
+    "fp32": (torch.float32, torch.float32, 0.0),
+    "fp32, dropout 0.1": (torch.float32, torch.float32, 0.1),
 }
 TOKENS = (16, 128, 512, 2048)
 SCALING = 2.0
 
 
-def peft(base: Callable[[Tensor], Tensor], x: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """PEFT's `lora.Linear.forward` without dropout."""
-    return (base(x) + F.linear(F.linear(x.to(a.dtype), a), b) * SCALING).to(x.dtype)
+def peft(
+    base: Callable[[Tensor], Tensor], x: Tensor, a: Tensor, b: Tensor, dropout: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """PEFT's `lora.Linear.forward`."""
+    return (base(x) + F.linear(F.linear(dropout(x.to(a.dtype)), a), b) * SCALING).to(x.dtype)
+
+
+def dropout_kept(x: Tensor, p: float) -> Tensor:
+    """What `lora_linear` keeps of x when it draws next."""
+    mask = torch.ops.halfbyte.dropout_mask(x, torch.randint(2**63 - 1, (1,)), p)
+    return (mask.unsqueeze(-1) >> torch.arange(8) & 1).flatten(-2)
 
 
 def compare(report: harness.Report, M: int, name: str, rank: int, source: list[Tensor]) -> None:
-    (dtype, adapter), (N, K) = DTYPES[name], source[0].shape
+    (dtype, adapter, p), (N, K) = KINDS[name], source[0].shape
     dense = [w.to(dtype) for w in source]
     packed = [quantize(w, "nf4") for w in source]
     grad = torch.randn(M, N).to(dtype)
@@ -57,22 +68,31 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
 
         return run
 
+    def drop(t: Tensor) -> Tensor:
+        return F.dropout(t, p) if p else t
+
     x, a, b = mine = leaves(dtype, adapter)
     cases = {
-        "halfbyte": step(mine, lambda i: lora_linear(x, packed[i], None, a, b, SCALING, "nf4", K), grad),
-        "halfbyte two nodes": step(mine, lambda i: peft(lambda t: linear(t, packed[i], None, "nf4", K), x, a, b), grad),
-        "dense": step(mine, lambda i: peft(lambda t: F.linear(t, dense[i]), x, a, b), grad),
+        "halfbyte": step(mine, lambda i: lora_linear(x, packed[i], None, a, b, SCALING, "nf4", K, dropout=p), grad),
+        "halfbyte two nodes": step(
+            mine, lambda i: peft(lambda t: linear(t, packed[i], None, "nf4", K), x, a, b, drop), grad
+        ),
+        "dense": step(mine, lambda i: peft(lambda t: F.linear(t, dense[i]), x, a, b, drop), grad),
     }
     if dtype == torch.bfloat16:
         x32, a32, b32 = wide = leaves(torch.float32, torch.float32)
-        cases["dense in fp32"] = step(wide, lambda i: peft(lambda t: F.linear(t, source[i]), x32, a32, b32), grad.float())
+        cases["dense in fp32"] = step(
+            wide, lambda i: peft(lambda t: F.linear(t, source[i]), x32, a32, b32, drop), grad.float()
+        )
     try:
         import bitsandbytes as bnb
         from bitsandbytes.functional import quantize_4bit
 
         theirs = [quantize_4bit(w, blocksize=64, quant_type="nf4") for w in dense]
         cases["bitsandbytes"] = step(
-            mine, lambda i: peft(lambda t: bnb.matmul_4bit(t, theirs[i][0].t(), quant_state=theirs[i][1]), x, a, b), grad
+            mine,
+            lambda i: peft(lambda t: bnb.matmul_4bit(t, theirs[i][0].t(), quant_state=theirs[i][1]), x, a, b, drop),
+            grad,
         )
     except ImportError:
         pass
@@ -81,12 +101,15 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
             cases.pop(peer, None)
 
     def verify() -> None:
-        """Every result of the fused step lies as near to PEFT's formula in fp64 as the dtype allows."""
+        """Every result, with dropout the fused step's, lies as near to PEFT's formula in fp64 as the dtype allows."""
         weight = torch.ops.halfbyte.dequantize(packed[0], 0, 64, K, torch.float32).double()
         exact = [t.detach().double().requires_grad_() for t in mine]
-        y = peft(lambda t: F.linear(t, weight), *exact)
+        torch.manual_seed(2)
+        kept = dropout_kept(x, p)
+        y = peft(lambda t: F.linear(t, weight), *exact, lambda t: t * kept / (1 - p))
         expected = (y.detach(), *torch.autograd.grad(y, exact, grad.double()))
-        for case in ("halfbyte", "halfbyte two nodes"):
+        for case in ("halfbyte",) if p else ("halfbyte", "halfbyte two nodes"):
+            torch.manual_seed(2)
             for got, want in zip(cases[case](0), expected, strict=True):  # type: ignore[call-overload]
                 error = (got.double() - want).norm() / want.norm()
                 assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5), f"{case}: {error}"
@@ -109,7 +132,7 @@ def main() -> None:
     torch.manual_seed(0)
     source = [torch.randn(args.rows, args.features) * 0.02 for _ in range(2)]
     for M in map(int, args.tokens.split(",")):
-        for name in DTYPES:
+        for name in KINDS:
             if args.only in f"LoRA r={args.rank} nf4 {name} M={M}, forward + backward":
                 compare(report, M, name, args.rank, source)
     report.save()

@@ -30,19 +30,23 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   // gradient of linear's input: (..., N) x packed (N, row_bytes) -> (..., K), in grad_output's dtype
   m.def("linear_backward_input(Tensor grad_output, Tensor packed, int format, int block_size, int in_features) -> Tensor");
   // linear plus scaling * (input lora_A^T) lora_B^T. lora_B (N, rank); lora_A (rank, K), or one such block per group of rows
-  // of packed where `splits` gives the rows of each group (several linears with one input). Also returns input lora_A^T.
+  // of packed where `splits` gives the rows of each group (several linears with one input). Also returns input lora_A^T. With a
+  // mask (dropout_mask's), dropped elements of input are zeros in the branch; that what is kept is as much larger is the scaling's.
   m.def(
       "lora_linear(Tensor input, Tensor packed, Tensor? bias, Tensor lora_A, Tensor lora_B, float scaling, int[] splits, "
-      "int format, int block_size, int in_features) -> (Tensor, Tensor)");
+      "int format, int block_size, int in_features, Tensor? mask=None) -> (Tensor, Tensor)");
   // gradient of its input: linear_backward_input plus grad_projected (..., R) @ lora_A (R, K), in grad_output's dtype
   m.def(
       "lora_linear_backward_input(Tensor grad_output, Tensor packed, Tensor grad_projected, Tensor lora_A, int format, "
-      "int block_size, int in_features) -> Tensor");
+      "int block_size, int in_features, Tensor? mask=None) -> Tensor");
   // the gradients besides: of input lora_A^T (scaling * grad_output lora_B, plus grad_projected), and what it and lora_B's gradient make of
   // input and projected: lora_A's and lora_B's, of shape (0,) where they are not needed
   m.def(
       "lora_linear_backward_adapter(Tensor grad_output, Tensor input, Tensor projected, Tensor lora_B, Tensor? grad_projected, float "
-      "scaling, int[] splits, bool needs_A, bool needs_B) -> (Tensor, Tensor, Tensor)");
+      "scaling, int[] splits, bool needs_A, bool needs_B, Tensor? mask=None) -> (Tensor, Tensor, Tensor)");
+  // what dropout with probability p keeps of input (..., K): a bit for each element, (..., ceil(K / 8)) uint8, the first in the lowest bit.
+  // seed (1,) int64 is read on the device. The bits past column K mean nothing.
+  m.def("dropout_mask(Tensor input, Tensor seed, float p) -> Tensor");
   // linear on int8 rows with the input quantized to int8 row by row: exact int32 sums, scaled in fp32
   m.def("int8_linear(Tensor input, Tensor packed, Tensor? bias, int in_features) -> Tensor");
   // linear on fp8 rows with the input quantized to fp8 row by row: products exact, sums in float32

@@ -6,6 +6,7 @@
 
 #include "bridge.h"
 #include "checks.h"
+#include "dropout.h"
 
 namespace halfbyte {
 
@@ -117,6 +118,28 @@ inline std::vector<int64_t> checked_splits(const char* op, const std::vector<int
   }
   HALFBYTE_CHECK(total == rows, op, "splits must add up to ", rows, " (the rows of packed), got ", total);
   return groups;
+}
+
+// The sizes of dropout_mask's result.
+inline std::vector<int64_t> checked_mask_sizes(const Tensor& input, const Tensor& seed, double p) {
+  constexpr const char* op = "dropout_mask";
+  HALFBYTE_CHECK(input.dim() >= 1, op, "input must have at least 1 dimension, got shape ", shape_text(input));
+  HALFBYTE_CHECK(seed.scalar_type() == ScalarType::Long && seed.numel() == 1, op, "seed must be one int64, got ",
+                 dtype_name(seed.scalar_type()), " of shape ", shape_text(seed));
+  HALFBYTE_CHECK(p >= 0.0 && p <= 1.0, op, "p must be from 0 to 1, got ", p);
+  check_same_device(op, "seed", seed, "input", input);
+  return with_last_size(input, mask_bytes(input.size(input.dim() - 1)));
+}
+
+// mask (..., ceil(K / 8)) for elements (..., K) beside `like`, or none.
+inline std::optional<Tensor> checked_mask(const char* op, const Tensor& like, int64_t columns, const std::optional<Tensor>& mask) {
+  if (!mask) return std::nullopt;
+  HALFBYTE_CHECK(mask->scalar_type() == ScalarType::Byte, op, "mask must be uint8, got ", dtype_name(mask->scalar_type()));
+  HALFBYTE_CHECK(std::vector<int64_t>(mask->sizes().begin(), mask->sizes().end()) == with_last_size(like, mask_bytes(columns)), op,
+                 "mask must have a bit for each of ", columns, " columns, ", mask_bytes(columns), " bytes beside the leading dimensions of ",
+                 shape_text(like), ", got shape ", shape_text(*mask));
+  check_same_device(op, "mask", *mask, "input", like);
+  return as_contiguous(*mask);
 }
 
 // lora_A (groups * rank, K) and lora_B (N, rank) of one dtype. Returns the rows of each group.

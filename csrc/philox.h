@@ -1,5 +1,5 @@
-// Philox 4x32-10 (Salmon et al. 2011, doi:10.1145/2063384.2063405): the random bits of stochastic rounding, which depend on (seed,
-// step, global element index) alone, on every device.
+// Philox 4x32-10 (Salmon et al. 2011, doi:10.1145/2063384.2063405): the random bits of stochastic rounding and of dropout, which
+// depend on (seed, step, element index) alone, on every device.
 #pragma once
 
 #include <cstdint>

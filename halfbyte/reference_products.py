@@ -12,8 +12,9 @@ from torch import Tensor
 
 from halfbyte import reference
 from halfbyte.formats import Format
+from halfbyte.reference_optimizer import random_bits
 
-__all__ = ["fp8_linear", "int8_linear", "lora_linear"]
+__all__ = ["dropout_kept", "fp8_linear", "int8_linear", "lora_linear"]
 
 
 def lora_linear(
@@ -27,6 +28,7 @@ def lora_linear(
     in_features: int,
     *,
     splits: Sequence[int] = (),
+    kept: Tensor | None = None,
 ) -> Tensor:
     """``input @ W.T + bias + scaling * (input @ A.T) @ B.T`` in fp64, W dequantized to fp32; differentiable.
 
@@ -40,6 +42,7 @@ def lora_linear(
         format: what the rows are packed in.
         in_features: K.
         splits: rows of each group; empty for one group. Rows of group g use block g of A.
+        kept: ``(..., K)`` bool: where it is False the branch sees 0 in place of ``input``.
 
     Returns:
         ``(..., N)`` fp64, nothing rounded in between.
@@ -47,6 +50,8 @@ def lora_linear(
     weight = reference.dequantize(packed, format, in_features, torch.float32).double()
     x, rank = input.double(), lora_B.shape[1]
     output = x @ weight.T
+    if kept is not None:
+        x = torch.where(kept, x, 0.0)
     branches, first = [], 0
     for g, rows in enumerate(splits or (packed.shape[0],)):
         a, b = lora_A[g * rank : (g + 1) * rank].double(), lora_B[first : first + rows].double()
@@ -54,6 +59,26 @@ def lora_linear(
         first += rows
     output = output + scaling * torch.cat(branches, dim=-1)
     return output if bias is None else output + bias.double()
+
+
+def dropout_kept(rows: int, columns: int, seed: int, p: float) -> Tensor:
+    """Which elements of a ``(rows, columns)`` matrix ``halfbyte::dropout_mask`` keeps.
+
+    A row takes a multiple of 8 of the 16-bit numbers that Philox gives for step 0, row after row; an element is kept where
+    its number is at least ``p * 65536``, rounded.
+
+    Args:
+        rows: M.
+        columns: K.
+        seed: from 0 to 2**64 - 1.
+        p: from 0 to 1.
+
+    Returns:
+        ``(rows, columns)`` bool.
+    """
+    stride, dropped = (columns + 7) // 8 * 8, int(p * 65536 + 0.5)
+    numbers = [[random_bits(row * stride + column, 0, seed) for column in range(columns)] for row in range(rows)]
+    return torch.tensor(numbers, dtype=torch.int64).reshape(rows, columns) >= dropped
 
 
 def int8_linear(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:

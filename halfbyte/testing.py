@@ -5,6 +5,7 @@ A new op without an entry in `SPECS` fails `tests/ops/test_registry.py`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -324,6 +325,15 @@ def _lora_samples(device: str) -> Iterator[tuple[Any, ...]]:
     yield leaf(20, 64), packed, None, leaf(6, 64), leaf(5, 2), 1.0, [3, 0, 2], *sizes  # three linears, one without rows
     yield leaf(0, 64), packed, None, leaf(1, 64), leaf(5, 1), 1.0, [], *sizes
     yield leaf(64), packed[::2], None, leaf(1, 64), leaf(3, 1), 1.0, [], *sizes
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        x, a, b = leaf(2, 9, 65, dtype=dtype), leaf(3, 65, dtype=dtype), leaf(5, 3, dtype=dtype)
+        rows, mask = random_packed(ALL_FORMATS[0], 5, 65, device), _random_mask((2, 9), 65, device)
+        yield x, rows, None, a, b, 2.0, [], 0, 64, 65, mask
+    yield leaf(0, 64), packed, None, leaf(1, 64), leaf(5, 1), 1.0, [], *sizes, _random_mask((0,), 64, device)
+
+
+def _random_mask(leading: tuple[int, ...], columns: int, device: str) -> Tensor:
+    return torch.randint(256, (*leading, (columns + 7) // 8), dtype=torch.uint8, device=device)
 
 
 def _lora_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
@@ -339,6 +349,10 @@ def _lora_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception
     yield (x, packed, None, a, b, 1.0, [2, 2], *sizes), ValueError, r"lora_A must have shape \(4, 64\): one block of 2"
     yield (x, packed, None, a, b, 1.0, [2, 1], *sizes), ValueError, "splits must add up to 4"
     yield (x, packed, None, a, b, 1.0, [5, -1], *sizes), ValueError, "splits must be from 0 to 4"
+    mask, beside = _random_mask((3,), 64, device), "mask must have a bit for each of 64 columns, 8 bytes beside"
+    yield (x, packed, None, a, b, 1.0, [], *sizes, mask.bool()), ValueError, "mask must be uint8"
+    yield (x, packed, None, a, b, 1.0, [], *sizes, mask[:, 1:]), ValueError, beside
+    yield (x, packed, None, a, b, 1.0, [], *sizes, mask[1:]), ValueError, beside
 
 
 def _lora_backward_samples(device: str) -> Iterator[tuple[Any, ...]]:
@@ -348,9 +362,12 @@ def _lora_backward_samples(device: str) -> Iterator[tuple[Any, ...]]:
             adapter = torch.float32 if dtype == torch.bfloat16 else dtype
             grad = torch.randn(3, 5, device=device, dtype=dtype, requires_grad=True)
             low = torch.randn(3, 2, device=device, dtype=adapter, requires_grad=True)
-            yield grad, packed, low, torch.randn(2, 65, device=device, dtype=adapter, requires_grad=True), *sizes
+            a = torch.randn(2, 65, device=device, dtype=adapter, requires_grad=True)
+            yield grad, packed, low, a, *sizes
+            yield grad, packed, low, a, *sizes, _random_mask((3,), 65, device)
     a = torch.randn(2, 65, device=device)
-    yield torch.randn(3, 0, device=device), packed[:0], torch.randn(3, 2, device=device), a, *sizes
+    for mask in (None, _random_mask((3,), 65, device)):
+        yield torch.randn(3, 0, device=device), packed[:0], torch.randn(3, 2, device=device), a, *sizes, mask
 
 
 def _lora_backward_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
@@ -360,6 +377,7 @@ def _lora_backward_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[
     yield (grad, packed, low[1:], a, *sizes), ValueError, "grad_projected must have grad_output's shape"
     yield (grad, packed, low.long(), a, *sizes), ValueError, "grad_projected must be float32"
     yield (grad, packed, low, a[:, :5], *sizes), ValueError, r"lora_A must have shape \(rank, 64\)"
+    yield (grad, packed, low, a, *sizes, _random_mask((3,), 65, device)), ValueError, "mask must have a bit for each of 64"
 
 
 def _adapter_samples(device: str) -> Iterator[tuple[Any, ...]]:
@@ -372,8 +390,10 @@ def _adapter_samples(device: str) -> Iterator[tuple[Any, ...]]:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         yield call((3, 2), dtype, torch.float32, [], True, True)
         yield call((3,), dtype, dtype, [3, 0, 2], True, False)
+        yield *call((3, 2), dtype, dtype, [], True, True), _random_mask((3, 2), 65, device)
     for shape in ((), (0,), (130,)):
         yield call(shape, torch.float32, torch.float32, [], False, True)
+        yield *call(shape, torch.float32, torch.float32, [], True, False), _random_mask(shape, 65, device)
 
 
 def _adapter_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
@@ -388,6 +408,23 @@ def _adapter_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Except
     yield (grad, x, low, b[:, :0], *rest), ValueError, "with a rank of at least 1"
     yield (grad, x, low, b, None, 1.0, [2, 2], True, True), ValueError, "splits must add up to 5"
     yield (grad, x, low, b, low[1:], 1.0, [], True, True), ValueError, "grad_projected must have projected's dtype and shape"
+    yield (grad, x, low, b, *rest, _random_mask((2,), 64, device)), ValueError, "mask must have a bit for each of 64 columns"
+
+
+def _mask_samples(device: str) -> Iterator[tuple[Any, ...]]:
+    seed = torch.tensor([2**63 - 5], device=device)
+    for shape in ((3, 65), (2, 5, 64), (7,), (0, 9), (300, 131)):
+        yield torch.randn(shape, device=device), seed, 0.1
+    yield torch.randn(4, 9, device=device, dtype=torch.bfloat16), seed[0], 1.0
+
+
+def _mask_hostile(device: str) -> Iterator[tuple[tuple[Any, ...], type[Exception], str]]:
+    x, seed = torch.zeros(3, 65, device=device), torch.tensor([1], device=device)
+    yield (x[0, 0], seed, 0.1), ValueError, "input must have at least 1 dimension"
+    yield (x, seed.int(), 0.1), ValueError, r"seed must be one int64, got int32 of shape \(1,\)"
+    yield (x, seed[:0], 0.1), ValueError, r"seed must be one int64, got int64 of shape \(0,\)"
+    for p in (-0.1, 1.5, math.nan):
+        yield (x, seed, p), ValueError, f"p must be from 0 to 1, got {p}"
 
 
 def _embedding_samples(device: str) -> Iterator[tuple[Any, ...]]:
@@ -517,6 +554,7 @@ SPECS: dict[str, OpSpec] = {
     "lora_linear": OpSpec(_lora_samples, _lora_hostile, differentiable=True),
     "lora_linear_backward_input": OpSpec(_lora_backward_samples, _lora_backward_hostile, differentiable=True),
     "lora_linear_backward_adapter": OpSpec(_adapter_samples, _adapter_hostile),
+    "dropout_mask": OpSpec(_mask_samples, _mask_hostile),
     "embedding": OpSpec(_embedding_samples, _embedding_hostile),
     "error_feedback": OpSpec(_feedback_samples, _feedback_hostile),
     "cpu_isa": OpSpec(_no_arguments, _nothing_hostile),

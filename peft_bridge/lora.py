@@ -35,12 +35,13 @@ class HalfbyteLoraLinear(LoraLinear):
     """PEFT's LoRA layer around a `QuantLinear`: everything that reads or writes the dense weight works on packed rows.
 
     Forward and backward are one autograd node (`halfbyte.ops.lora_linear`) while a single plain LoRA adapter is active and
-    nothing stands between it and the base: no dropout in effect, no DoRA or other variant, no `lora_bias`, no
-    `adapter_names`, no hooks on the base, A or B, A and B plain `nn.Linear`, no `activations` of the base. Otherwise they
-    are PEFT's own. A base that is an FSDP1 unit of its own is no obstacle: the product happens inside its call.
-    Merging, and variants that look at the weight (DoRA), get a dense float32 base for as long as the call takes.
-    `merge()` packs the sum again, which rounds it to the format; what that cost is in `merge_error`, and `unmerge()`
-    brings the original rows back bit by bit (a packed copy is kept in between).
+    nothing stands between it and the base: no DoRA or other variant, no `lora_bias`, no `adapter_names`, no hooks on the
+    base, A, B or the dropout, A and B plain `nn.Linear`, no `activations` of the base. Otherwise they are PEFT's own.
+    `lora_dropout` is part of the node, which keeps a bit for each element of the input in place of another input; what it
+    drops after a `manual_seed` is not what `nn.Dropout` would. A base that is an FSDP1 unit of its own is no obstacle: the
+    product happens inside its call. Merging, and variants that look at the weight (DoRA), get a dense float32 base for as
+    long as the call takes. `merge()` packs the sum again, which rounds it to the format; what that cost is in
+    `merge_error`, and `unmerge()` brings the original rows back bit by bit (a packed copy is kept in between).
     `merge_and_unload()` ends in a dense `nn.Linear`, with nothing lost.
 
     PiSSA, OLoRA and LoftQ start from the original weight, which is read again from the checkpoint: the rows become the
@@ -101,7 +102,9 @@ class HalfbyteLoraLinear(LoraLinear):
         if adapter is None:
             result: Tensor = super().forward(x, *args, **kwargs)
             return result
-        lora = (self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.scaling[adapter])
+        dropout = self.lora_dropout[adapter]
+        p = dropout.p if type(dropout) is nn.Dropout and dropout.training else 0.0
+        lora = (self.lora_A[adapter].weight, self.lora_B[adapter].weight, self.scaling[adapter], p)
         fused: Tensor = self.base_layer(x, lora=lora)
         return fused
 
@@ -117,8 +120,9 @@ class HalfbyteLoraLinear(LoraLinear):
         if len(names) != 1 or names[0] in self.lora_variant:
             return None
         down, up, dropout = self.lora_A[names[0]], self.lora_B[names[0]], self.lora_dropout[names[0]]
-        drops = not isinstance(dropout, nn.Identity) and dropout.training and getattr(dropout, "p", 1.0) > 0
-        if drops or up.bias is not None or any(_hooked(m) for m in (base, inside, down, up)):
+        if type(dropout) not in (nn.Identity, nn.Dropout) or up.bias is not None:
+            return None
+        if any(_hooked(m) for m in (base, inside, down, up, dropout)):
             return None
         plain = all(type(m) is nn.Linear and type(m.weight) in (nn.Parameter, Tensor) for m in (down, up))
         return names[0] if plain and down.weight.dtype == up.weight.dtype else None

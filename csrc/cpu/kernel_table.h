@@ -23,6 +23,7 @@ const Kernels* kernel_table(const char* isa) {
   table.optimizer = optimizer::kernels();
   table.feedback = feedback::kernels();
   table.thin = thin::kernels();
+  table.dropout_mask = dropout_mask;
   return &table;
 }
 

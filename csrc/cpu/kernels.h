@@ -31,6 +31,9 @@ struct Kernels {
   OptimizerKernels optimizer;
   FeedbackKernels feedback;
   ThinKernels thin;
+
+  // Bytes [begin, end) of a mask (dropout.h); dropped_of gives `dropped`.
+  void (*dropout_mask)(uint64_t seed, uint32_t dropped, int64_t begin, int64_t end, uint8_t* mask);
 };
 
 }  // namespace halfbyte::cpu

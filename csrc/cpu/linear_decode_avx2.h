@@ -34,6 +34,11 @@ struct Float32 {
 inline Vector zero_vector() { return _mm256_setzero_ps(); }
 inline void store_values(float* p, Vector v) { _mm256_storeu_ps(p, v); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+inline Vector keep_lanes(Vector v, uint32_t bits) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i set = _mm256_and_si256(_mm256_set1_epi32(int32_t(bits)), lane);
+  return _mm256_and_ps(v, _mm256_castsi256_ps(_mm256_cmpeq_epi32(set, lane)));
+}
 inline float horizontal_sum(Vector v) {
   __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
   s = _mm_add_ps(s, _mm_movehl_ps(s, s));

@@ -37,6 +37,7 @@ inline void store_values(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
 inline void store_values(float* p, __m512i v) { _mm512_storeu_si512(p, v); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
+inline Vector keep_lanes(Vector v, uint32_t bits) { return _mm512_maskz_mov_ps(__mmask16(bits), v); }
 inline float horizontal_sum(Vector v) { return _mm512_reduce_add_ps(v); }
 
 // A block of kLanes x kLanes units, transposed.

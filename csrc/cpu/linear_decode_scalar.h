@@ -39,6 +39,9 @@ inline Vector load_floats(const T* x) {
 }
 inline Vector zero_vector() { return Vector{}; }
 inline void store_values(float* p, Vector v) { memcpy(p, &v, sizeof v); }
+inline Vector keep_lanes(Vector v, uint32_t bits) {
+  return Vector{bits & 1 ? v[0] : 0, bits & 2 ? v[1] : 0, bits & 4 ? v[2] : 0, bits & 8 ? v[3] : 0};
+}
 inline float horizontal_sum(Vector v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 

@@ -195,21 +195,6 @@ struct Halves {
   store_mixed(p, _mm256_max_epu8(code, least));
 }
 
-// Philox in 64-bit lanes.
-constexpr int kPhiloxLanes = 4;
-using Wides = __m256i;
-inline Wides wide_splat(uint32_t x) { return _mm256_set1_epi64x(int64_t(x)); }
-inline Wides wide_count(uint64_t first) { return _mm256_add_epi64(_mm256_set1_epi64x(int64_t(first)), _mm256_setr_epi64x(0, 1, 2, 3)); }
-inline Wides wide_multiply(Wides a, Wides b) { return _mm256_mul_epu32(a, b); }
-inline Wides wide_upper(Wides a) { return _mm256_srli_epi64(a, 32); }
-inline Wides wide_xor(Wides a, Wides b, Wides c) { return _mm256_xor_si256(_mm256_xor_si256(a, b), c); }
-inline Wides wide_pack(Wides low, Wides high) { return _mm256_blend_epi32(low, _mm256_slli_epi64(high, 32), 0xAA); }
-inline void wide_store_by_turns(void* p, Wides a, Wides b) {
-  const __m256i even = _mm256_unpacklo_epi64(a, b), odd = _mm256_unpackhi_epi64(a, b);
-  _mm256_storeu_si256(static_cast<__m256i*>(p), _mm256_permute2x128_si256(even, odd, 0x20));
-  _mm256_storeu_si256(static_cast<__m256i*>(p) + 1, _mm256_permute2x128_si256(even, odd, 0x31));
-}
-
 }  // namespace
 }  // namespace halfbyte::cpu::optimizer
 

@@ -178,21 +178,6 @@ inline Floats code_floats(CodeGroup group, int j) { return code_floats(group + j
   store_mixed(p, _mm512_max_epu8(mixed_codes(words), least));
 }
 
-// Philox in 64-bit lanes.
-constexpr int kPhiloxLanes = 8;
-using Wides = __m512i;
-inline Wides wide_splat(uint32_t x) { return _mm512_set1_epi64(int64_t(x)); }
-inline Wides wide_count(uint64_t first) { return _mm512_add_epi64(_mm512_set1_epi64(int64_t(first)), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7)); }
-inline Wides wide_multiply(Wides a, Wides b) { return _mm512_mul_epu32(a, b); }
-inline Wides wide_upper(Wides a) { return _mm512_srli_epi64(a, 32); }
-inline Wides wide_xor(Wides a, Wides b, Wides c) { return _mm512_ternarylogic_epi64(a, b, c, 0x96); }
-inline Wides wide_pack(Wides low, Wides high) { return _mm512_mask_mov_epi32(low, 0xAAAA, _mm512_slli_epi64(high, 32)); }
-inline void wide_store_by_turns(void* p, Wides a, Wides b) {
-  const __m512i low = _mm512_setr_epi64(0, 8, 1, 9, 2, 10, 3, 11), high = _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15);
-  _mm512_storeu_si512(p, _mm512_permutex2var_epi64(a, low, b));
-  _mm512_storeu_si512(static_cast<__m512i*>(p) + 1, _mm512_permutex2var_epi64(a, high, b));
-}
-
 }  // namespace
 }  // namespace halfbyte::cpu::optimizer
 

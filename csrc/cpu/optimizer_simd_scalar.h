@@ -110,21 +110,6 @@ inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float
   }
 }
 
-// Philox in 64-bit lanes.
-constexpr int kPhiloxLanes = 1;
-using Wides = uint64_t;
-inline Wides wide_splat(uint32_t x) { return x; }
-inline Wides wide_count(uint64_t first) { return first; }
-inline Wides wide_multiply(Wides a, Wides b) { return (a & 0xFFFFFFFFu) * (b & 0xFFFFFFFFu); }  // of the lower halves
-inline Wides wide_upper(Wides a) { return a >> 32; }
-inline Wides wide_xor(Wides a, Wides b, Wides c) { return a ^ b ^ c; }
-inline Wides wide_pack(Wides low, Wides high) { return (low & 0xFFFFFFFFu) | high << 32; }  // the lower halves
-// Lane 0 of both, lane 1 of both, and so on.
-inline void wide_store_by_turns(void* p, Wides a, Wides b) {
-  memcpy(p, &a, sizeof a);
-  memcpy(static_cast<char*>(p) + sizeof a, &b, sizeof b);
-}
-
 }  // namespace
 }  // namespace halfbyte::cpu::optimizer
 

@@ -1,21 +1,29 @@
 // Thin products on whole matrices: the small operand is copied once, the other one is shared out over threads.
 #pragma once
 
+#include "../dropout.h"
 #include "linear_driver.h"
 
 namespace halfbyte::cpu {
 
-// Rows of elements, `stride` of them apart.
+// Rows of elements, `stride` of them apart; with a mask of dropout, dropped ones are zeros.
 struct MatrixView {
   const void* data;
   DType dtype;
   int64_t rows, columns, stride;
+  const uint8_t* mask = nullptr;
 
   const void* at(int64_t row, int64_t column) const {
     return static_cast<const char*>(data) + (row * stride + column) * (dtype == DType::kFloat32 ? 4 : 2);
   }
+  // Of a view without a mask.
   MatrixView part(int64_t row, int64_t row_count, int64_t column, int64_t column_count) const {
     return {at(row, column), dtype, row_count, column_count, stride};
+  }
+  // From an element on; with a mask its column is a multiple of 8.
+  ThinMatrix from(int64_t row, int64_t column) const {
+    const int64_t bytes = mask_bytes(columns);
+    return {at(row, column), dtype, stride, mask ? mask + row * bytes + column / 8 : nullptr, bytes};
   }
 };
 
@@ -23,6 +31,11 @@ struct MatrixView {
 inline MatrixView matrix_view(const char* op, const char* name, const Tensor& t) {
   const int64_t columns = t.size(t.dim() - 1);
   return {t.const_data_ptr(), checked_dtype(op, name, t.scalar_type()), leading_numel(t), columns, columns};
+}
+inline MatrixView matrix_view(const char* op, const char* name, const Tensor& t, const std::optional<Tensor>& mask) {
+  MatrixView view = matrix_view(op, name, t);
+  if (mask) view.mask = mask->const_data_ptr<uint8_t>();
+  return view;
 }
 
 // A thin operand as the kernels take it.
@@ -79,8 +92,8 @@ inline ThinFloats thin_tokens(const Tensor& like, const MatrixView& matrix, floa
 inline void thin_project(const MatrixView& matrix, const ThinFloats& weight, int64_t ranks, float* out, int64_t out_stride) {
   const ThinKernels& table = kernels().thin;
   parallel_rows(matrix.rows, thin_grain(matrix.columns * ranks), [&](int64_t begin, int64_t end) {
-    table.project(matrix.at(begin, 0), matrix.dtype, matrix.stride, end - begin, matrix.columns, weight.row(0), weight.stride, ranks,
-                  out + begin * out_stride, out_stride);
+    table.project(matrix.from(begin, 0), end - begin, matrix.columns, weight.row(0), weight.stride, ranks, out + begin * out_stride,
+                  out_stride);
   });
 }
 
@@ -90,8 +103,20 @@ inline void thin_gradient(const MatrixView& matrix, const ThinFloats& thin, int6
   const ThinKernels& table = kernels().thin;
   parallel_blocks(matrix.columns, table.columns, thin_grain(table.columns * matrix.rows * ranks), [&](int64_t begin, int64_t end) {
     void* to = static_cast<char*>(out) + begin * column_stride * (dtype == DType::kFloat32 ? 4 : 2);
-    table.gradient(matrix.at(0, begin), matrix.dtype, matrix.stride, matrix.rows, end - begin, thin.row(0), thin.stride, ranks, to,
-                   dtype, rank_stride, column_stride);
+    table.gradient(matrix.from(0, begin), matrix.rows, end - begin, thin.row(0), thin.stride, ranks, to, dtype, rank_stride,
+                   column_stride);
+  });
+}
+
+// out (rows, columns) += what `mask` keeps of left (rows, ranks) @ weight (ranks, columns)
+inline void thin_add_kept(const ThinFloats& left, const ThinFloats& weight, int64_t ranks, const Tensor& mask, int64_t columns,
+                          const LinearOutput& out) {
+  const int64_t bytes = mask_bytes(columns), row_bytes = out.stride * (out.dtype == DType::kFloat32 ? 4 : 2);
+  parallel_rows(left.floats.size(0), thin_grain(columns * ranks), [&](int64_t begin, int64_t end) {
+    LinearOutput rows = out;
+    rows.data = static_cast<char*>(out.data) + begin * row_bytes;
+    kernels().thin.add_kept(left.row(begin), left.stride, weight.row(0), weight.stride, ranks,
+                            mask.const_data_ptr<uint8_t>() + begin * bytes, bytes, end - begin, columns, rows);
   });
 }
 

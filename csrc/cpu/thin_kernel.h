@@ -1,6 +1,7 @@
 // Thin products (thin_kernels.h): fused multiply-adds in fp32 on rows as they lie. Included once per ISA, after linear_decode_<isa>.h.
 #pragma once
 
+#include "linear_kernel.h"
 #include "linear_products.h"
 #include "thin_kernels.h"
 
@@ -30,6 +31,46 @@ inline Vector load_first(const T* x, int64_t count) {
   T padded[kLanes] = {};
   memcpy(padded, x, size_t(count) * sizeof(T));
   return load_floats(padded);
+}
+
+// The bits of the lanes from `first` on, a multiple of kLanes, in a mask's row; `count` lanes at least.
+inline uint32_t mask_bits(const uint8_t* mask, int64_t first, int64_t count) {
+  uint32_t word = 0;
+  memcpy(&word, mask + first / 8, kLanes < 8 ? 1 : size_t(count + 7) / 8);
+  return kLanes < 8 ? word >> first % 8 : word;
+}
+
+// Elements as vectors of floats, dropped ones as zeros.
+template <class T, bool kMasked>
+struct Rows {
+  const T* data;
+  int64_t stride;
+  const uint8_t* mask;
+  int64_t mask_stride;
+  int64_t column = 0;  // of data[0] in the mask
+
+  Rows at(int64_t m, int64_t c) const {
+    return {data + m * stride + c, stride, kMasked ? mask + m * mask_stride : nullptr, mask_stride, column + c};
+  }
+  Vector kept(Vector v, int64_t m, int64_t c, int64_t count) const {
+    if constexpr (kMasked) return keep_lanes(v, mask_bits(mask + m * mask_stride, column + c, count));
+    else return v;
+  }
+  Vector load(int64_t m, int64_t c) const {
+    return kept(load_floats(data + m * stride + c), m, c, kLanes);
+  }
+  Vector load(int64_t m, int64_t c, int64_t count) const {
+    return kept(load_first(data + m * stride + c, count), m, c, count);
+  }
+};
+
+// body(Rows) for the element type, with a mask or without.
+template <class Body>
+inline void with_rows(const ThinMatrix& matrix, const Body& body) {
+  with_elements(matrix.data, matrix.dtype, [&]<class T>(const T* data) {
+    if (matrix.mask) body(Rows<T, true>{data, matrix.stride, matrix.mask, matrix.mask_stride});
+    else body(Rows<T, false>{data, matrix.stride, nullptr, 0});
+  });
 }
 
 inline Vector scaled(Vector v, Vector factor) { return Float32::multiply_add(v, factor, zero_vector()); }
@@ -76,8 +117,8 @@ void prepare_turned(const void* matrix, DType dtype, int64_t row_stride, int64_t
 }
 
 // out (M, ranks) (+)= x (M, columns) @ w (kRanks, columns)^T
-template <int M, class T>
-inline void project_tile(const T* x, int64_t x_stride, int64_t columns, const float* w, int64_t w_stride, int64_t ranks, float* out,
+template <int M, class X>
+inline void project_tile(const X& x, int64_t columns, const float* w, int64_t w_stride, int64_t ranks, float* out,
                          int64_t out_stride, bool first) {
   Vector sum[M][kRanks];
   for (int m = 0; m < M; ++m)
@@ -94,11 +135,11 @@ inline void project_tile(const T* x, int64_t x_stride, int64_t columns, const fl
   int64_t k = 0;
   for (; k + kLanes <= columns; k += kLanes) {
 #pragma GCC unroll 3
-    for (int m = 0; m < M; ++m) v[m] = load_floats(x + m * x_stride + k);
+    for (int m = 0; m < M; ++m) v[m] = x.load(m, k);
     add(k, v);
   }
   if (k < columns) {
-    for (int m = 0; m < M; ++m) v[m] = load_first(x + m * x_stride + k, columns - k);
+    for (int m = 0; m < M; ++m) v[m] = x.load(m, k, columns - k);
     add(k, v);
   }
   float sums[M][kRanks];
@@ -113,9 +154,9 @@ inline void project_tile(const T* x, int64_t x_stride, int64_t columns, const fl
     }
 }
 
-void project(const void* matrix, DType dtype, int64_t row_stride, int64_t tokens, int64_t columns, const float* w, int64_t w_stride,
-             int64_t ranks, float* out, int64_t out_stride) {
-  with_elements(matrix, dtype, [&]<class T>(const T* all) {
+void project(const ThinMatrix& matrix, int64_t tokens, int64_t columns, const float* w, int64_t w_stride, int64_t ranks, float* out,
+             int64_t out_stride) {
+  with_rows(matrix, [&](const auto& all) {
     for (int64_t begin = 0; begin < tokens; begin += kBlock) {
       const int64_t end = begin + kBlock < tokens ? begin + kBlock : tokens;
       for (int64_t k = 0; k == 0 || k < columns; k += kTogether) {
@@ -123,8 +164,8 @@ void project(const void* matrix, DType dtype, int64_t row_stride, int64_t tokens
         for (int64_t r = 0; r < ranks; r += kRanks) {
           for (int64_t m = begin; m < end; m += kTokens) {
             with_count<kTokens>(end - m < kTokens ? end - m : kTokens, [&]<int M>() {
-              project_tile<M>(all + m * row_stride + k, row_stride, count, w + r * w_stride + k, w_stride, ranks - r,
-                              out + m * out_stride + r, out_stride, k == 0);
+              project_tile<M>(all.at(m, k), count, w + r * w_stride + k, w_stride, ranks - r, out + m * out_stride + r, out_stride,
+                              k == 0);
             });
           }
         }
@@ -134,20 +175,20 @@ void project(const void* matrix, DType dtype, int64_t row_stride, int64_t tokens
 }
 
 // sums (kRanks, V vectors) += t (tokens, kRanks)^T @ y (tokens, width); kWhole: width is all of V vectors.
-template <int V, bool kWhole, class T>
-inline void gradient_tile(const T* y, int64_t y_stride, int64_t tokens, int64_t width, const float* t, int64_t t_stride, float* sums) {
+template <int V, bool kWhole, class Y>
+inline void gradient_tile(const Y& y, int64_t tokens, int64_t width, const float* t, int64_t t_stride, float* sums) {
   constexpr int64_t kAhead = 8;  // tokens whose elements are on their way: rows are too far apart for the CPU to see
   Vector sum[kRanks][V];
 #pragma GCC unroll 8
   for (int r = 0; r < kRanks; ++r)
 #pragma GCC unroll 3
     for (int i = 0; i < V; ++i) sum[r][i] = Float32::load(sums + r * kColumns + i * kLanes);
-  for (int64_t m = 0; m < tokens; ++m, y += y_stride, t += t_stride) {
+  for (int64_t m = 0; m < tokens; ++m, t += t_stride) {
     Vector v[V];
 #pragma GCC unroll 3
     for (int i = 0; i < V; ++i) {
-      v[i] = kWhole || i < V - 1 ? load_floats(y + i * kLanes) : load_first(y + i * kLanes, width - i * kLanes);
-      prefetch(y + kAhead * y_stride + i * kLanes);
+      v[i] = kWhole || i < V - 1 ? y.load(m, i * kLanes) : y.load(m, i * kLanes, width - i * kLanes);
+      prefetch(y.data + (m + kAhead) * y.stride + i * kLanes);
     }
 #pragma GCC unroll 8
     for (int r = 0; r < kRanks; ++r) {
@@ -183,10 +224,10 @@ inline void store_gradient(const float* sums, int64_t ranks, int64_t width, T* o
   }
 }
 
-void gradient(const void* matrix, DType dtype, int64_t row_stride, int64_t tokens, int64_t columns, const float* t, int64_t t_stride,
-              int64_t ranks, void* out, DType out_dtype, int64_t rank_stride, int64_t column_stride) {
+void gradient(const ThinMatrix& matrix, int64_t tokens, int64_t columns, const float* t, int64_t t_stride, int64_t ranks, void* out,
+              DType out_dtype, int64_t rank_stride, int64_t column_stride) {
   float sums[kLanes * kColumns];  // kRanks rows, and what `turn` reads past them
-  with_elements(matrix, dtype, [&]<class T>(const T* all) {
+  with_rows(matrix, [&]<class Y>(const Y& all) {
     for (int64_t c = 0; c < columns; c += kColumns) {
       const int64_t width = c + kColumns < columns ? kColumns : columns - c;
       for (int64_t r = 0; r < ranks; r += kRanks) {
@@ -194,14 +235,68 @@ void gradient(const void* matrix, DType dtype, int64_t row_stride, int64_t token
         for (int64_t m = 0; m < tokens; m += kTogether) {
           const int64_t count = m + kTogether < tokens ? kTogether : tokens - m;
           with_count<kVectors>((width + kLanes - 1) / kLanes, [&]<int V>() {
-            const auto add = width == V * kLanes ? gradient_tile<V, true, T> : gradient_tile<V, false, T>;
-            add(all + m * row_stride + c, row_stride, count, width, t + m * t_stride + r, t_stride, sums);
+            const auto add = width == V * kLanes ? gradient_tile<V, true, Y> : gradient_tile<V, false, Y>;
+            add(all.at(m, c), count, width, t + m * t_stride + r, t_stride, sums);
           });
         }
         with_elements(out, out_dtype, [&]<class U>(const U*) {
           U* to = static_cast<U*>(out) + r * rank_stride + c * column_stride;
           store_gradient(sums, ranks - r < kRanks ? ranks - r : kRanks, width, to, rank_stride, column_stride);
         });
+      }
+    }
+  });
+}
+
+// kept (M, V vectors) = what the mask, of these columns, keeps of t (M, ranks) @ w (ranks, V vectors).
+template <int M, int V>
+inline void kept_tile(const float* t, int64_t t_stride, const float* w, int64_t w_stride, int64_t ranks, const uint8_t* mask,
+                      int64_t mask_stride, int64_t width, float* kept) {
+  Vector sum[M][V];
+  for (int m = 0; m < M; ++m)
+    for (int i = 0; i < V; ++i) sum[m][i] = zero_vector();
+  for (int64_t r = 0; r < ranks; ++r) {
+    Vector b[V];
+#pragma GCC unroll 4
+    for (int i = 0; i < V; ++i) b[i] = Float32::load(w + r * w_stride + i * kLanes);
+#pragma GCC unroll 4
+    for (int m = 0; m < M; ++m) {
+      const Vector a = Float32::broadcast(t + m * t_stride + r);
+#pragma GCC unroll 4
+      for (int i = 0; i < V; ++i) sum[m][i] = Float32::multiply_add(a, b[i], sum[m][i]);
+    }
+  }
+  for (int m = 0; m < M; ++m)
+    for (int i = 0; i < V; ++i) {
+      const int64_t left = width - i * kLanes;
+      store_values(kept + (m * V + i) * kLanes,
+                   keep_lanes(sum[m][i], mask_bits(mask + m * mask_stride, i * kLanes, left < kLanes ? left : kLanes)));
+    }
+}
+
+void add_kept(const float* left, int64_t left_stride, const float* w, int64_t w_stride, int64_t ranks, const uint8_t* mask,
+              int64_t mask_stride, int64_t tokens, int64_t columns, const LinearOutput& out) {
+  constexpr int kTokensOfTile = kLanes == 16 ? 4 : 2, kVectorsOfTile = 4, kWidth = kVectorsOfTile * kLanes;
+  constexpr int64_t kColumnsTogether = 16 * kLanes;  // of the thin operand, in L1
+  float kept[kTokensOfTile * kWidth];
+  with_elements(out.data, out.dtype, [&]<class T>(const T*) {
+    for (int64_t first = 0; first < columns; first += kColumnsTogether) {
+      const int64_t end = first + kColumnsTogether < columns ? first + kColumnsTogether : columns;
+      for (int64_t m = 0; m < tokens; m += kTokensOfTile) {
+        const int64_t count = tokens - m < kTokensOfTile ? tokens - m : kTokensOfTile;
+        for (int64_t c = first; c < end; c += kWidth) {
+          const int64_t width = end - c < kWidth ? end - c : kWidth;
+          with_count<kTokensOfTile>(count, [&]<int M>() {
+            with_count<kVectorsOfTile>((width + kLanes - 1) / kLanes, [&]<int V>() {
+              kept_tile<M, V>(left + m * left_stride, left_stride, w + c, w_stride, ranks, mask + m * mask_stride + c / 8, mask_stride,
+                              width, kept);
+              for (int i = 0; i < M; ++i) {
+                T* row = static_cast<T*>(out.data) + (m + i) * out.stride + c;
+                store_values_of_row<T, true>(kept + i * V * kLanes, width, row, row);
+              }
+            });
+          });
+        }
       }
     }
   });
@@ -215,7 +310,9 @@ void store(const float* floats, int64_t stride, int64_t rows, int64_t columns, D
   });
 }
 
-constexpr ThinKernels kernels() { return {kRanks, kLanes, kColumns, prepare, prepare_turned, project, gradient, store}; }
+constexpr ThinKernels kernels() {
+  return {kRanks, kLanes, kColumns % 8 == 0 ? kColumns : 2 * kColumns, prepare, prepare_turned, project, gradient, add_kept, store};
+}
 
 }  // namespace thin
 }  // namespace

@@ -83,6 +83,13 @@ cudaError_t launch_linear_backward(const PackedProduct& product, cudaStream_t st
 int64_t linear_backward_wgmma_splits(int64_t N, int64_t K);
 cudaError_t launch_linear_backward_wgmma(const PackedProduct& product, cudaStream_t stream);
 
+// `bytes` bytes of a mask (dropout.h); the seed is device memory.
+cudaError_t launch_dropout_mask(const int64_t* seed, uint32_t dropped, int64_t bytes, uint8_t* mask, cudaStream_t stream);
+
+// What the mask keeps of input (rows, columns) of dtype, zeros for the rest -> output, which may be input.
+cudaError_t launch_keep(const void* input, DType dtype, int64_t rows, int64_t columns, const uint8_t* mask, void* output,
+                        cudaStream_t stream);
+
 // Rows of args (error_feedback.h), device pointers.
 cudaError_t launch_error_feedback(const FeedbackArgs& args, int64_t rows, const RowLayout& layout, cudaStream_t stream);
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from halfbyte.checkpoint.layout import Slot
 from halfbyte.checkpoint.sources import CheckpointSource
-from halfbyte.nn.linear import QuantLinear
+from halfbyte.nn.linear import LoraBranch, QuantLinear
 
 __all__ = ["DeferredLinear", "defer"]
 
@@ -48,7 +48,7 @@ class DeferredLinear(QuantLinear):
             self._parameters["weight"] = nn.Parameter(rows.to(device), requires_grad=False)
             self.__class__ = QuantLinear  # type: ignore[assignment]
 
-    def forward(self, input: Tensor, lora: tuple[Tensor, Tensor, float] | None = None) -> Tensor:
+    def forward(self, input: Tensor, lora: LoraBranch | None = None) -> Tensor:
         """`QuantLinear.forward`, which looks for its rows where they are not yet."""
         self.load_rows()
         return QuantLinear.forward(self, input, lora)

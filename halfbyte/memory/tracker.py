@@ -253,17 +253,37 @@ def _backward(args: tuple[Any, ...]) -> int:
     return backward_bytes(grad.numel() // packed.shape[0], packed.shape[0], in_features, format, grad.dtype)
 
 
+def _given(args: tuple[Any, ...], index: int) -> bool:
+    """Whether there is a last argument that defaults to None."""
+    return len(args) > index and args[index] is not None
+
+
+def _copies(t: Tensor, dtype: torch.dtype, masked: bool = False) -> int:
+    """`t` without what dropout drops, and that in `dtype`."""
+    return t.numel() * (t.element_size() * masked + dtype.itemsize * (t.dtype != dtype))
+
+
 def _lora(args: tuple[Any, ...]) -> int:
-    """CUDA: what the product takes, and the branch that it starts from."""
-    input, packed, sizes = args[0], args[1], args[-3:]
+    """CUDA: what x A^T multiplies; after it what the product takes, and the branch that it starts from."""
+    input, packed, lora_A, sizes = args[0], args[1], args[3], args[7:10]
     if input.device.type == "cpu":
         return 0
     branch: int = input.numel() // sizes[2] * packed.shape[0] * input.element_size()
-    return branch + _linear((input, packed, None, *sizes))
+    wide = input.dtype if input.dtype == lora_A.dtype else torch.float32
+    return max(_copies(input, wide, _given(args, 10)), branch + _linear((input, packed, None, *sizes)))
+
+
+def _lora_adapter(args: tuple[Any, ...]) -> int:
+    """CUDA: what the gradients of x A^T, A and B multiply."""
+    grad, input, projected, needs_A = args[0], args[1], args[2], args[7]
+    if grad.device.type == "cpu":
+        return 0
+    copies = _copies(input, projected.dtype, _given(args, 9)) if needs_A else 0
+    return _copies(grad, projected.dtype) + copies
 
 
 def _lora_backward(args: tuple[Any, ...]) -> int:
-    grad, packed, sizes = args[0], args[1], args[-3:]
+    grad, packed, sizes = args[0], args[1], args[4:7]
     if grad.device.type == "cpu":
         return 0
     branch: int = grad.numel() // packed.shape[0] * sizes[2] * grad.element_size()
@@ -274,5 +294,6 @@ _TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {
     "halfbyte.linear.default": _linear,
     "halfbyte.linear_backward_input.default": _backward,
     "halfbyte.lora_linear.default": _lora,
+    "halfbyte.lora_linear_backward_adapter.default": _lora_adapter,
     "halfbyte.lora_linear_backward_input.default": _lora_backward,
 }

@@ -25,6 +25,9 @@ from halfbyte.optim.sharding import is_dtensor
 _ON_ACTIVATIONS = {"int8": int8_linear_by_id, "fp8": fp8_linear_by_id}
 _AS_IT_IS = nullcontext()
 
+LoraBranch = tuple[Tensor, Tensor, float] | tuple[Tensor, Tensor, float, float]
+"""What `QuantLinear.forward` takes as `lora`."""
+
 
 class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8 Parameter in both
     r"""Computes :math:`y = x W^T + b` with W quantized: frozen, packed, decoded while it is multiplied.
@@ -105,7 +108,7 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         nn.Linear.reset_parameters(dense)
         self.quantize_(dense.weight)
 
-    def forward(self, input: Tensor, lora: tuple[Tensor, Tensor, float] | None = None) -> Tensor:
+    def forward(self, input: Tensor, lora: LoraBranch | None = None) -> Tensor:
         r"""Applies the layer, and a low-rank branch beside it where one is given: :math:`x W^T + b + s\,(x A^T) B^T`.
 
         The branch is an argument, not a method of its own, so that what wraps a call (FSDP1's gathering of the rows,
@@ -113,8 +116,9 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
 
         Args:
             input: x, shape (..., in_features), float32, bfloat16 or float16.
-            lora: (A, B, s): A of shape (rank, in_features), float32, bfloat16 or float16; B of shape (out_features, rank) in
-                A's dtype; the factor s. `halfbyte.ops.lora_linear` says what is multiplied in what. None: no branch.
+            lora: (A, B, s) or (A, B, s, p): A of shape (rank, in_features), float32, bfloat16 or float16; B of shape
+                (out_features, rank) in A's dtype; the factor s; the probability p of dropout on the branch's input.
+                `halfbyte.ops.lora_linear` says what is multiplied in what. None: no branch.
 
         Returns:
             Shape (..., out_features) in the dtype that a dense layer would return: the autocast dtype where autocast is
@@ -123,7 +127,7 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
 
         Raises:
             TypeError: `input` is not of a floating dtype, or float64 without a `compute_dtype`.
-            ValueError: A or B does not fit.
+            ValueError: A or B does not fit, or p is not from 0 to 1.
             NotImplementedError: `lora` is given, and the layer quantizes its activations or is tensor parallel.
         """
         parameters: dict[str, Any] = self._parameters  # nn.Module finds a name there too, but takes 0.6 us for each
@@ -140,7 +144,7 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         return self._compute(input, self.packed if self._contained else weight, bias, lora)
 
     def _compute(
-        self, input: Tensor, packed: Tensor, bias: Tensor | None, lora: tuple[Tensor, Tensor, float] | None = None
+        self, input: Tensor, packed: Tensor, bias: Tensor | None, lora: LoraBranch | None = None
     ) -> Tensor:
         dtypes = self.compute_dtype, self.dense_dtype
         return packed_linear(input, packed, bias, self.format, self.in_features, *dtypes, lora, self.activations)
@@ -216,7 +220,7 @@ def packed_linear(
     in_features: int,
     compute_dtype: torch.dtype | None,
     dense_dtype: torch.dtype,
-    lora: tuple[Tensor, Tensor, float] | None = None,
+    lora: LoraBranch | None = None,
     activations: str | None = None,
 ) -> Tensor:
     """The product with packed rows in the compute dtype, see `in_compute_dtype` and `QuantLinear.forward`."""
@@ -224,7 +228,9 @@ def packed_linear(
     sizes = format.id, format.block_size, in_features
     with torch.autocast(input.device.type, enabled=False) if apart else _AS_IT_IS:
         if lora is not None:
-            output = lora_linear_by_id(input, packed, bias, *lora, [], *sizes)
+            lora_A, lora_B, scaling, *dropout = lora
+            p = dropout[0] if dropout else 0.0
+            output = lora_linear_by_id(input, packed, bias, lora_A, lora_B, scaling, p, [], *sizes)
         elif activations is not None:
             output = _ON_ACTIVATIONS[activations](input, packed, bias, in_features)
         else:

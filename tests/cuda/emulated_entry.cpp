@@ -62,6 +62,14 @@ int emulated_quantize_list(int64_t count, const void* const* inputs, const int64
   return error == cudaSuccess ? before - emulator::launches() : int(error);
 }
 
+int emulated_dropout_mask(const int64_t* seed, int64_t dropped, int64_t bytes, uint8_t* mask) {
+  return cuda::launch_dropout_mask(seed, uint32_t(dropped), bytes, mask, nullptr);
+}
+
+int emulated_keep(const void* input, int64_t dtype, int64_t rows, int64_t columns, const uint8_t* mask, void* output) {
+  return cuda::launch_keep(input, DType(dtype), rows, columns, mask, output, nullptr);
+}
+
 int emulated_error_feedback(const float* weight, const float* factor, const float* importance, const float* scales,
                             const float* candidates, int64_t num_candidates, int64_t rows, int format, int64_t block_size,
                             int64_t in_features, float* targets, float* chosen) {

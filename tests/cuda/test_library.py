@@ -94,6 +94,9 @@ def test_shapes_on_a_fake_cuda_device(name: str) -> None:
         a, b = (torch.empty(shape, dtype=torch.bfloat16, device="cuda") for shape in ((8, 100), (48, 4)))
         y = ops.lora_linear(x, packed, None, a, b, 2.0, fmt, 100, splits=[40, 8])
         assert (y.shape, y.dtype, y.device.type) == ((2, 3, 48), torch.bfloat16, "cuda")
+        a = torch.empty(4, 100, dtype=torch.bfloat16, device="cuda")
+        y = ops.lora_linear(x, packed, None, a, b, 2.0, fmt, 100, dropout=0.1)
+        assert (y.shape, y.dtype, y.device.type) == ((2, 3, 48), torch.bfloat16, "cuda")
         rows = ops.embedding(torch.empty(5, 7, dtype=torch.int64, device="cuda"), packed, fmt, 100, torch.float32)
         assert (rows.shape, rows.dtype, rows.device.type) == ((5, 7, 100), torch.float32, "cuda")
 
@@ -169,6 +172,15 @@ def test_gradients_of_an_adapter_are_products_of_aten(dtype: torch.dtype, adapte
             (torch.zeros(2, 4), torch.zeros(2, 64), torch.zeros(2, 2), torch.zeros(5, 2), None, 1.0, [], True, True),
             r"grad_output must have input's shape with the last dimension replaced by 5",
         ),
+        (
+            "lora_linear_backward_adapter",
+            (
+                *(torch.zeros(2, 5), torch.zeros(2, 64), torch.zeros(2, 2), torch.zeros(5, 2), None, 1.0, [], True, True),
+                torch.zeros(2, 7, dtype=torch.uint8),
+            ),
+            "mask must have a bit for each of 64 columns",
+        ),
+        ("dropout_mask", (torch.zeros(2, 5), torch.zeros(1), 0.1), "seed must be one int64"),
         ("embedding", (torch.zeros(2), torch.zeros(4, 48, dtype=torch.uint8), 0, 64, 64, torch.float32), "int64 or int32"),
     ],
 )

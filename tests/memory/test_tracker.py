@@ -51,8 +51,26 @@ def test_backward_and_lora_on_cuda() -> None:
     lora = (grad, packed, None, None, 0, 64, K)
     assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == N * K * 2 + 257 * K * 2
     input, packed = tensors(257, K, torch.bfloat16)
-    lora = (input, packed, None, None, None, 1.0, [], 0, 64, K)
+    low = torch.empty(4, K, dtype=torch.bfloat16, device="meta")
+    lora = (input, packed, None, low, None, 1.0, [], 0, 64, K)
     assert _TEMPORARIES["halfbyte.lora_linear.default"](lora) == N * K * 2 + 257 * N * 2
+
+
+def test_copies_of_an_adapters_operands_on_cuda() -> None:
+    """bfloat16 activations by a float32 adapter: in float32; dropout: what is kept of the input, besides."""
+    tokens, rows = 100, 4  # a weight small enough that the input's copies are the most
+    shapes = (tokens, rows), (tokens, K), (rows, 1)
+    grad, input, packed = (torch.empty(shape, dtype=torch.bfloat16, device="meta") for shape in shapes)
+    down, projected = torch.empty(2, K, device="meta"), torch.empty(tokens, 2, device="meta")
+    mask = torch.empty(tokens, K // 8, dtype=torch.uint8, device="meta")
+    lora, adapter = (_TEMPORARIES[f"halfbyte.lora_linear{suffix}.default"] for suffix in ("", "_backward_adapter"))
+    arguments = (input, packed, None, down, None, 1.0, [], 0, 64, K)
+    assert lora(arguments) == lora((*arguments, None)) == tokens * K * 4
+    assert lora((*arguments, mask)) == tokens * K * (4 + 2)
+    for needs_A, expected in ((True, 4 + 2), (False, 0)):
+        arguments = (grad, input, projected, None, None, 1.0, [], needs_A, True)
+        assert adapter((*arguments, mask)) == tokens * rows * 4 + tokens * K * expected
+    assert adapter((grad, input, projected.bfloat16(), None, None, 1.0, [], True, True)) == 0
 
 
 def test_on_the_cpu_activations_are_put_in_order_512_tokens_at_a_time() -> None:

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 import halfbyte
 from halfbyte.nn import QuantLinear
 from halfbyte.nn import linear as quant_linear
+from halfbyte.ops.lora_linear import _kept, draw_mask
 from peft_bridge import HalfbyteConfig, HalfbyteLoraLinear
 from peft_bridge import lora as bridge
 
@@ -45,6 +46,23 @@ def perturbed(model, adapter=""):
 
 def layers(model):
     return [module for module in model.modules() if isinstance(module, HalfbyteLoraLinear)]
+
+
+def set_dropouts(model, dropout):
+    for module in layers(model):
+        module.lora_dropout["default"] = dropout.train(model.training)
+
+
+def hooked(module):
+    module.register_forward_hook(lambda *_: None)
+    return module
+
+
+class DropsTheSame(nn.Dropout):
+    """`nn.Dropout` as a module of its own, of the elements that lora_linear drops."""
+
+    def forward(self, x):
+        return _kept(x, draw_mask(x, self.p)) / (1 - self.p) if self.training else x
 
 
 def error(found, expected):
@@ -294,7 +312,9 @@ def test_custom_modules_of_the_user_come_first_and_dense_layers_are_left_to_peft
     [
         ({}, lambda model: model, True),
         ({"lora_dropout": 0.1}, lambda model: model.eval(), True),
-        ({"lora_dropout": 0.1}, lambda model: model.train(), False),
+        ({"lora_dropout": 0.1}, lambda model: model.train(), True),
+        ({"lora_dropout": 0.1}, lambda model: set_dropouts(model, nn.AlphaDropout(0.1)), False),
+        ({"lora_dropout": 0.1}, lambda model: set_dropouts(model, hooked(nn.Dropout(0.1))), False),
         ({"use_dora": True}, lambda model: model, False),
         ({"lora_bias": True}, lambda model: model, False),
         ({}, lambda model: model.add_adapter("b", lora()) or model.base_model.set_adapter(["default", "b"]), False),
@@ -313,5 +333,7 @@ def test_one_node_per_layer_only_where_nothing_stands_between(load, tokens, monk
     logits = model(input_ids=tokens).logits
     assert len(calls) == (len(layers(model)) if fused else 0)
     monkeypatch.setattr(HalfbyteLoraLinear, "_fusible_adapter", lambda self: None)
+    if fused and config:
+        set_dropouts(model, DropsTheSame(config["lora_dropout"]))
     torch.manual_seed(3)
     torch.testing.assert_close(model(input_ids=tokens).logits, logits, rtol=1e-4, atol=1e-4)
