@@ -69,6 +69,7 @@ def lora_linear(
         :math:`x A^T` and the gradients of A and B are computed in the adapter's dtype or the input's, whichever holds the
         other (float32 adapters keep float32 gradients under bfloat16 activations). In y and in the gradient of x the branch
         is multiplied as the base is: on CPUs with bfloat16 units, bfloat16 activations round A, B and :math:`x A^T` to it.
+        With dropout its part of the gradient of x is a float32 sum, added to the base's part as that was rounded.
         Which elements are dropped follows from one number of the generator by Philox: the same on CPUs and GPUs, but not
         what `torch.nn.functional.dropout` drops after the same `manual_seed`. Under autocast every argument but `packed` is
         cast to the autocast dtype, as for `torch.nn.functional.linear`.
