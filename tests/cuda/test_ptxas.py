@@ -14,6 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Registers a thread that the launch bounds and the loads in flight were planned with.
 LIMITS = {
     "dequantize": 48,
+    "dropout": 32,
     "error_feedback": 80,
     "fp8_linear": 64,
     "int8_linear": 80,
