@@ -101,7 +101,8 @@ def lora_linear_by_id(
     """
     mask = None
     if dropout != 0.0:
-        mask, scaling = draw_mask(input, dropout), scaling / (1.0 - dropout) if dropout < 1.0 else 0.0
+        mask = draw_mask(input, dropout)
+        scaling = scaling / (1.0 - dropout) if dropout < 1.0 else 0.0
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type):  # before the node, so that it keeps and multiplies what was cast
         input, bias, lora_A, lora_B = _cast(device_type, input, bias, lora_A, lora_B)
