@@ -1,9 +1,10 @@
-"""linear and linear_backward_input against bitsandbytes and dense torch: 4096 x 4096 (or --rows x --features), by M.
+"""linear and linear_backward_input against bitsandbytes and dense torch: 4096 x 4096 by M, SmolLM2-135M's layers at M = 512.
 
     python benchmarks/bench_linear.py --only "nf4 bf16 M=16" --seconds 5
 
 Peers: `F.linear` on dense weights in the input's dtype (and fp32's for bf16 inputs, should that be the faster one),
 bitsandbytes' `matmul_4bit` (its inference path) and `dequantize_4bit` + `F.linear` (what its training path does).
+With --rows, --features or --tokens only those are measured.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from harness import Case
 warnings.filterwarnings("ignore", module="bitsandbytes")
 
 BLOCK = 64
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
+NARROW = ((192, 576), (576, 576), (1536, 576), (576, 1536))  # k and v, q and o, gate and up, down
+ALL_TOKENS = "1,2,4,8,16,32,64,128,512,2048"
+SIZE = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FORMATS = {"nf4": (0, 64), "fp4": (1, 64), "nf4-dq": (2, 64), "int8": (4, 0), "fp8": (5, 0)}
 
@@ -56,7 +59,7 @@ def bitsandbytes_cases(weights: list[torch.Tensor], x: torch.Tensor, flops: int)
 Dense = dict[str, list[torch.Tensor]]
 
 
-def compare(report: harness.Report, M: int, name: str, format_name: str, dense: Dense) -> None:
+def compare(report: harness.Report, title: str, M: int, name: str, format_name: str, dense: Dense) -> None:
     ops, dtype, (format, block) = torch.ops.halfbyte, DTYPES[name], FORMATS[format_name]
     source, weights = dense["fp32"], dense[name]
     N, K = source[0].shape
@@ -90,30 +93,38 @@ def compare(report: harness.Report, M: int, name: str, format_name: str, dense: 
         check(forward(0)[:8], a @ weight.T, a.abs() @ weight.abs().T)
         check(backward(0)[:8], g @ weight, g.abs() @ weight.abs())
 
-    report.compare(
-        f"linear {format_name} {name} M={M}", cases, verify=verify, baseline="halfbyte", floors={"read": N * row_bytes}
-    )
+    report.compare(title, cases, verify=verify, baseline="halfbyte", floors={"read": N * row_bytes})
+
+
+def dense_weights(rows: int, features: int) -> Dense:
+    fp32 = harness.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
+    return {"fp32": fp32, "bf16": harness.rotate(lambda i: fp32[i % len(fp32)].bfloat16(), 2 * rows * features)}
 
 
 def main() -> None:
     args = harness.arguments(
         __doc__,
-        rows={"type": int, "default": 4096, "help": "out_features"},
-        features={"type": int, "default": 4096, "help": "in_features"},
-        tokens={"default": ",".join(map(str, TOKENS)), "help": "values of M"},
+        rows={"type": int, "default": SIZE, "help": "out_features"},
+        features={"type": int, "default": SIZE, "help": "in_features"},
+        tokens={"default": ALL_TOKENS, "help": "values of M"},
     )
     report = harness.Report("linear", args)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    size = args.rows * args.features
-    fp32 = harness.rotate(lambda _: torch.randn(args.rows, args.features) * 0.02, 4 * size)
-    dense = {"fp32": fp32, "bf16": harness.rotate(lambda i: fp32[i % len(fp32)].bfloat16(), 2 * size)}
+    dense = dense_weights(args.rows, args.features)
     for M in map(int, args.tokens.split(",")):
         for name in DTYPES:
             for format_name in FORMATS:
                 wanted = format_name == "nf4" or (M in (1, 16, 512) and name == "bf16")
-                if wanted and args.only in f"linear {format_name} {name} M={M}":
-                    compare(report, M, name, format_name, dense)
+                title = f"linear {format_name} {name} M={M}"
+                if wanted and args.only in title:
+                    compare(report, title, M, name, format_name, dense)
+    if (args.rows, args.features, args.tokens) == (SIZE, SIZE, ALL_TOKENS):
+        for rows, features in NARROW:
+            for name in DTYPES:
+                title = f"linear nf4 {name} M=512, {rows} x {features}"
+                if args.only in title:
+                    compare(report, title, 512, name, "nf4", dense_weights(rows, features))
     report.save()
 
 

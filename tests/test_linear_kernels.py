@@ -273,6 +273,31 @@ def test_nan_stays_where_it_belongs(format: int, block_size: int, dtype: torch.d
             assert torch.equal(back2[keep], ops.linear_backward_input(grad, clean, format, block_size, K)[keep])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_results_are_rounded_once_to_nearest_even(dtype: torch.dtype) -> None:
+    """Rows with one weight each, a bf16 number: every sum is one exact product. Overflow and fp16's subnormals included."""
+    rows, K = 197, 200
+    generator = torch.Generator().manual_seed(3)
+    column, factor = torch.randperm(K, generator=generator)[:rows], torch.randn(rows, generator=generator).mul(8).exp2()
+    factor = factor.bfloat16().float()
+    weight = torch.zeros(rows, K)
+    weight[torch.arange(rows), column] = factor
+    packed = ops.quantize(weight, NF4, 64)
+    assert torch.equal(ops.dequantize(packed, NF4, 64, K, torch.float32), weight)
+    bias = torch.randn(rows, generator=generator).to(dtype)
+    for M in (20, 130) if dtype is torch.bfloat16 else (3, 20, 130):  # AVX2 multiplies fewer bf16 tokens as int16
+        x, grad = (tokens_like((M, n), dtype) * 300 for n in (K, rows))
+        products = x[:, column].float() * factor
+        assert torch.equal(ops.linear(x, packed, None, NF4, 64, K), products.to(dtype))
+        assert torch.equal(ops.linear(x, packed, bias, NF4, 64, K), (products + bias.float()).to(dtype))
+        back = torch.zeros(M, K, dtype=dtype)
+        back[:, column] = (grad.float() * factor).to(dtype)
+        assert torch.equal(ops.linear_backward_input(grad, packed, NF4, 64, K), back)
+        if dtype is torch.float16:
+            assert back.isinf().any()
+            assert ((back != 0) & (back.abs() < 2.0**-14)).any()
+
+
 def test_fp8_nan_codes_decode_to_nan() -> None:
     packed, _ = make(3, 128, FP8, 0)
     packed[1, 5] = 0xFF  # never written by quantize

@@ -77,7 +77,7 @@ inline void int8_direct_rows(const uint8_t* packed, int64_t row, const RowLayout
     for (int r = 0; r < R; ++r)
       result[r] = int8_result(Int8Dot::total(sum[r][m]), Int8Dot::kWeightOffset * uint32_t(x_sums[m]), factors[m],
                               int8_factor(base + r * l.row_bytes, l));
-    store_output(output, m, row, result, R);
+    store_output<Int8Units>(output, m, row, result, R);
   }
 }
 
@@ -160,17 +160,18 @@ class CodeRows {
       for (int64_t i = 0; i < count * kElements; i += 64) prefetch(next + codes_at(next_unit) + i);
   }
 
-  void finish(int64_t n0, int64_t rows, const float* sums) const {
-    for (int64_t m0 = 0; m0 < tokens; m0 += 16) {
-      const int64_t count = m0 + 16 < tokens ? 16 : tokens - m0;
-      float results[16][L::kMany.rows];
+  void finish(int64_t n0, int64_t rows, float* sums) const {
+    for (int64_t m0 = 0; m0 < tokens; m0 += kLanes) {
+      float of_tokens[kLanes] = {};  // tokens past the end are whatever the padded tile gave
+      memcpy(of_tokens, token_factors + m0, size_t(m0 + kLanes < tokens ? kLanes : tokens - m0) * sizeof(float));
       for (int64_t r = 0; r < rows; ++r) {
-        int32_t integers[16];  // tokens past the end are whatever the padded tile gave
-        memcpy(integers, sums + L::sums_at(r, m0), sizeof integers);
-        for (int64_t m = 0; m < count; ++m) results[m][r] = int8_result(integers[m], offset[r], token_factors[m0 + m], factors[r]);
+        float* at = sums + L::sums_at(r, m0);
+        int32_t integers[kLanes];
+        memcpy(integers, at, sizeof integers);
+        for (int m = 0; m < kLanes; ++m) at[m] = int8_result(integers[m], offset[r], of_tokens[m], factors[r]);
       }
-      for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, results[m], rows);
     }
+    store_turned<Int8Units>(sums, tokens, n0, rows, output);
   }
 
  private:

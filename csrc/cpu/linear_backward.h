@@ -187,6 +187,18 @@ inline void spread_half(const At& at, Vector v[kGroup / kLanes]) {
   }
 }
 
+// The first `count` of a group's sums, rounded; all of them if there are no more.
+template <class Product, class T>
+inline void store_group(const Vector v[kGroup / kLanes], int64_t count, T* out) {
+  if (count >= kGroup) {
+    for (int i = 0; i < kGroup / kLanes; i += 2) store_sums_rounded<Product>(out + i * kLanes, v[i], v[i + 1]);
+    return;
+  }
+  float sums[kGroup];
+  for (int i = 0; i < kGroup / kLanes; ++i) store_values(sums + i * kLanes, v[i]);
+  store_values_of_row<Product, T, false>(sums, count, nullptr, out);
+}
+
 template <class Product, Codes codes>
 void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, const void* grad,
               int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
@@ -227,21 +239,20 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
         if (half) keep_half<Product, codes>(out - kGroupUnits);
       });
     }
-    for (int64_t m = 0; m < tokens; ++m) {
-      for (int64_t g = 0; g < groups; ++g) {
-        const int64_t column = (g0 + g) * kGroup;
-        const int64_t count = column + kGroup < l.in_features ? kGroup : l.in_features - column;
-        Vector v[kGroup / kLanes];
-        const auto at = [&](int64_t c) { return Product::load_sums(sums + L::sum_at(shape, m, g * kGroup + c)); };
-        if (half && g == groups - 1) spread_half<Product, codes>(at, v);
-        else
-          for (int i = 0; i < kGroup / kLanes; ++i) v[i] = at(i * kLanes);
-        restore_order<Product, codes>(v);
-        float natural[kGroup];
-        for (int i = 0; i < kGroup / kLanes; ++i) store_values(natural + i * kLanes, v[i]);
-        store_output(output, m, column, natural, count);
+    with_elements(output.data, output.dtype, [&]<class T>(const T*) {
+      for (int64_t m = 0; m < tokens; ++m) {
+        T* row = static_cast<T*>(output.data) + m * output.stride + g0 * kGroup;
+        for (int64_t g = 0; g < groups; ++g, row += kGroup) {
+          Vector v[kGroup / kLanes];
+          const auto at = [&](int64_t c) { return Product::load_sums(sums + L::sum_at(shape, m, g * kGroup + c)); };
+          if (half && g == groups - 1) spread_half<Product, codes>(at, v);
+          else
+            for (int i = 0; i < kGroup / kLanes; ++i) v[i] = at(i * kLanes);
+          restore_order<Product, codes>(v);
+          store_group<Product>(v, l.in_features - (g0 + g) * kGroup, row);
+        }
       }
-    }
+    });
   }
 }
 

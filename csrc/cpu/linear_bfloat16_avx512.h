@@ -35,6 +35,10 @@ struct BFloat16Pairs {
   using Sum = Vector;
   static Sum load_sums(const float* p) { return _mm512_loadu_ps(p); }
   static void store_sums(float* p, Sum v) { _mm512_storeu_ps(p, v); }
+#if !defined(HALFBYTE_EMULATE_BF16)
+  // vdpbf16ps and tdpbf16ps give no subnormal sums, which this instruction would flush.
+  static void store_rounded(BFloat16* out, Sum low, Sum high) { _mm512_storeu_si512(out, round_pair(low, high)); }
+#endif
   static Values load(const float* p) { return _mm512_loadu_si512(p); }
   static Values broadcast(const float* p) {
     int32_t pair;

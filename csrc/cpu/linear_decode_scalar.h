@@ -37,6 +37,14 @@ template <class T>
 inline Vector load_floats(const T* x) {
   return Vector{to_float(x[0]), to_float(x[1]), to_float(x[2]), to_float(x[3])};
 }
+// 8 floats, rounded as from_float does.
+template <class T>
+inline void store_rounded(T* out, Vector low, Vector high) {
+  for (int i = 0; i < 4; ++i) {
+    out[i] = from_float<T>(low[i]);
+    out[4 + i] = from_float<T>(high[i]);
+  }
+}
 inline Vector zero_vector() { return Vector{}; }
 inline void store_values(float* p, Vector v) { memcpy(p, &v, sizeof v); }
 inline Vector keep_lanes(Vector v, uint32_t bits) {

@@ -10,33 +10,54 @@
 namespace halfbyte::cpu {
 namespace {
 
-template <class T, bool kBias>
+// body(const T*) for the element type.
+template <class Body>
+inline void with_elements(const void* data, DType dtype, const Body& body) {
+  switch (dtype) {
+    case DType::kFloat32: return body(static_cast<const float*>(data));
+    case DType::kBFloat16: return body(static_cast<const BFloat16*>(data));
+    case DType::kFloat16: return body(static_cast<const Float16*>(data));
+  }
+}
+
+// Two vectors of sums, rounded; where `Product` has an instruction that rounds its own sums, by that.
+template <class Product, class T>
+inline void store_sums_rounded(T* out, Vector low, Vector high) {
+  if constexpr (requires { Product::store_rounded(out, low, high); }) Product::store_rounded(out, low, high);
+  else store_rounded(out, low, high);
+}
+
+template <class Product, class T, bool kBias>
 inline void store_values_of_row(const float* sums, int64_t count, const T* bias, T* out) {
   const auto store = [&](int64_t i) { out[i] = from_float<T>(kBias ? sums[i] + to_float(bias[i]) : sums[i]); };
   int64_t i = 0;
-  for (; i + 16 <= count; i += 16)  // loops of a known length become vectors
-    for (int j = 0; j < 16; ++j) store(i + j);
-  for (; i + 4 <= count; i += 4)  // few tokens' panels have 12 rows
+  const auto sum = [&](int64_t at) { return kBias ? Float32::load(sums + at) + load_floats(bias + at) : Float32::load(sums + at); };
+  const auto store_vectors = [&](T* to, Vector low, Vector high) {
+    if constexpr (kBias) store_rounded(to, low, high);
+    else store_sums_rounded<Product>(to, low, high);
+  };
+  for (; i + 2 * kLanes <= count; i += 2 * kLanes) store_vectors(out + i, sum(i), sum(i + kLanes));
+  if (i + kLanes <= count) {
+    T twice[2 * kLanes];
+    store_vectors(twice, sum(i), sum(i));
+    memcpy(out + i, twice, kLanes * sizeof(T));
+    i += kLanes;
+  }
+  for (; i + 4 <= count; i += 4)  // few tokens' panels have 12 rows: loops of a known length become vectors
     for (int j = 0; j < 4; ++j) store(i + j);
   for (; i < count; ++i) store(i);
 }
 
-template <class T>
-inline void store_row(const float* sums, int64_t count, const void* bias, void* data) {
-  if (bias) store_values_of_row<T, true>(sums, count, static_cast<const T*>(bias), static_cast<T*>(data));
-  else store_values_of_row<T, false>(sums, count, nullptr, static_cast<T*>(data));
-}
-
 // output[token, column : column + count] = sums[i] + bias, rounded once.
+template <class Product>
 inline void store_output(const LinearOutput& o, int64_t token, int64_t column, const float* sums, int64_t count) {
   const int64_t size = o.dtype == DType::kFloat32 ? 4 : 2;
   char* data = static_cast<char*>(o.data) + (token * o.stride + column) * size;
   const char* bias = o.bias ? static_cast<const char*>(o.bias) + column * size : nullptr;
-  switch (o.dtype) {
-    case DType::kFloat32: store_row<float>(sums, count, bias, data); break;
-    case DType::kBFloat16: store_row<BFloat16>(sums, count, bias, data); break;
-    case DType::kFloat16: store_row<Float16>(sums, count, bias, data); break;
-  }
+  with_elements(bias, o.dtype, [&]<class T>(const T* added) {
+    if (added) store_values_of_row<Product, T, true>(sums, count, added, reinterpret_cast<T*>(data));
+    else store_values_of_row<Product, T, false>(sums, count, nullptr, reinterpret_cast<T*>(data));
+  });
 }
 
 // The last group of a row, where it is not a whole one: its codes, then zeros (a load past them could leave the tensor,
@@ -145,7 +166,7 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
   for (int m = 0; m < M; ++m) {
     float result[R];
     for (int r = 0; r < R; ++r) result[r] = horizontal_sum(sum[r][m]);
-    store_output(output, m, row, result, R);
+    store_output<Product>(output, m, row, result, R);
   }
 }
 

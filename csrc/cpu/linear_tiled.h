@@ -147,6 +147,19 @@ inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_en
   }
 }
 
+// Sums of `rows` rows -> output's columns from n0 on. A strided read for every output would cost more than `turn`.
+template <class Product>
+inline void store_turned(const float* sums, int64_t tokens, int64_t n0, int64_t rows, const LinearOutput& output) {
+  using L = Layout<Product>;
+  constexpr int64_t kStride = L::kMany.rows + 16;
+  float turned[kLanes * kStride];
+  for (int64_t m0 = 0; m0 < tokens; m0 += kLanes) {
+    const int64_t count = m0 + kLanes < tokens ? kLanes : tokens - m0;
+    for (int64_t r = 0; r < rows; r += kLanes) turn(sums + L::sums_at(r, m0), L::kSumsRow, turned + r, kStride);
+    for (int64_t m = 0; m < count; ++m) store_output<Product>(output, m0 + m, n0, turned + m * kStride, rows);
+  }
+}
+
 // linear's rows for walk_panels.
 template <class Product, Codes codes>
 class WeightRows {
@@ -184,13 +197,7 @@ class WeightRows {
         L::multiply(L::rows(a + u, low_rank->stride), 0, round_up(rows, L::kBlockRows), static_cast<const float*>(low_rank->input),
                     tokens, all, u, u + kUnits < all ? kUnits : all - u, sums, false, {});
     }
-    for (int64_t m0 = 0; m0 < tokens; m0 += kLanes) {
-      const int64_t count = m0 + kLanes < tokens ? kLanes : tokens - m0;
-      constexpr int64_t kTurnedStride = L::kMany.rows + 16;
-      float turned[kLanes * kTurnedStride];  // a strided read for every output would cost more than the conversion
-      for (int64_t r = 0; r < rows; r += kLanes) turn(sums + L::sums_at(r, m0), L::kSumsRow, turned + r, kTurnedStride);
-      for (int64_t m = 0; m < count; ++m) store_output(output, m0 + m, n0, turned + m * kTurnedStride, rows);
-    }
+    store_turned<Product>(sums, tokens, n0, rows, output);
   }
 
  private:

@@ -15,16 +15,6 @@ constexpr int kColumns = kVectors * kLanes;
 constexpr int64_t kTogether = 512;  // columns of a thin operand that stay in L1, tokens that a sum adds up in registers
 constexpr int64_t kBlock = 48;      // tokens that meet them
 
-// body(const T*) for the element type.
-template <class Body>
-inline void with_elements(const void* data, DType dtype, const Body& body) {
-  switch (dtype) {
-    case DType::kFloat32: return body(static_cast<const float*>(data));
-    case DType::kBFloat16: return body(static_cast<const BFloat16*>(data));
-    case DType::kFloat16: return body(static_cast<const Float16*>(data));
-  }
-}
-
 // The first `count` elements of a vector, zeros after them.
 template <class T>
 inline Vector load_first(const T* x, int64_t count) {
@@ -292,7 +282,7 @@ void add_kept(const float* left, int64_t left_stride, const float* w, int64_t w_
                               width, kept);
               for (int i = 0; i < M; ++i) {
                 T* row = static_cast<T*>(out.data) + (m + i) * out.stride + c;
-                store_values_of_row<T, true>(kept + i * V * kLanes, width, row, row);
+                store_values_of_row<Float32, T, true>(kept + i * V * kLanes, width, row, row);
               }
             });
           });

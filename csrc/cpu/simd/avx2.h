@@ -38,6 +38,22 @@ inline __m256i narrow_floats<Float16>(__m256 low, __m256 high) {
   return _mm256_set_m128i(_mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// 16 floats, rounded as from_float does, NaN included.
+template <class T>
+inline void store_rounded(T* out, __m256 low, __m256 high) {
+  const auto narrowable = [](__m256 v) {  // NaN that narrow_floats rounds without a carry
+    const __m256 kept = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(kNaNKept<T>)));
+    const __m256 set = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(kNaNSet<T>)));
+    return _mm256_blendv_ps(v, _mm256_or_ps(_mm256_and_ps(v, kept), set), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+  };
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), narrow_floats<T>(narrowable(low), narrowable(high)));
+}
+template <>
+inline void store_rounded<float>(float* out, __m256 low, __m256 high) {
+  _mm256_storeu_ps(out, low);
+  _mm256_storeu_ps(out + 8, high);
+}
+
 constexpr int64_t kStreamAlignment = 32;
 
 template <bool Stream>

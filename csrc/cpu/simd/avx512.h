@@ -46,6 +46,22 @@ inline __m512i narrow_floats<Float16>(__m512 low, __m512 high) {
                             _mm512_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT), 1);
 }
 
+// 32 floats, rounded as from_float does, NaN included.
+template <class T>
+inline void store_rounded(T* out, __m512 low, __m512 high) {
+  const auto narrowable = [](__m512 v) {  // NaN that narrow_floats rounds without a carry
+    const __m512i kept = _mm512_set1_epi32(int32_t(kNaNKept<T>)), set = _mm512_set1_epi32(int32_t(kNaNSet<T>));
+    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+    return _mm512_castsi512_ps(_mm512_mask_ternarylogic_epi32(_mm512_castps_si512(v), nan, kept, set, 0xEA));  // (v & kept) | set
+  };
+  _mm512_storeu_si512(out, narrow_floats<T>(narrowable(low), narrowable(high)));
+}
+template <>
+inline void store_rounded<float>(float* out, __m512 low, __m512 high) {
+  _mm512_storeu_ps(out, low);
+  _mm512_storeu_ps(out + 16, high);
+}
+
 constexpr int64_t kStreamAlignment = 64;
 
 template <bool Stream>

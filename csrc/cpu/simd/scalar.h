@@ -85,6 +85,16 @@ inline Float16 from_float<Float16>(float value) {
   return {uint16_t(sign | (float_bits(sum) - 0x3F000000u))};
 }
 
+// What from_float makes of a NaN, in a float's bits: those that stay, and those that are set.
+template <class T>
+constexpr uint32_t kNaNKept = 0xFFFF0000u;
+template <class T>
+constexpr uint32_t kNaNSet = 0x00400000u;
+template <>
+inline constexpr uint32_t kNaNKept<Float16> = 0x80000000u;
+template <>
+inline constexpr uint32_t kNaNSet<Float16> = 0x7FC00000u;
+
 // e4m3fn, saturating, nearest even. NaN never gets here: blocks that hold one are written without encoding.
 inline uint8_t float_to_fp8(float value) {
   const uint32_t bits = float_bits(value);
