@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import importlib.util
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 
@@ -66,3 +68,13 @@ def test_turns_in_which_a_host_took_time_are_not_quiet(harness: ModuleType, monk
     timings = harness.interleave({"only": harness.Case(lambda i: None)}, rounds=3)
     assert timings["only"].samples == 3 * harness.TURN_CALLS
     assert timings["only"].quiet == 2 * harness.TURN_CALLS
+
+
+def test_the_write_floor_writes_what_outputs_are_like(harness: ModuleType) -> None:
+    """Every line another, and hardly a zero: some CPUs write lines of zeros several times as fast."""
+    library, target = harness._Floors.library(), harness.aligned(1 << 14, torch.uint8).zero_()
+    library.floor_write(ctypes.c_void_p(target.data_ptr()), ctypes.c_int64(1 << 14), ctypes.c_int(1))
+    lines = target.view(-1, 64)
+    assert len(lines.unique(dim=0)) == len(lines)
+    assert (lines == 0).float().mean() < 0.02
+    assert (lines.view(torch.int64) != 0).all()
