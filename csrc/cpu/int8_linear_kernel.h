@@ -162,7 +162,7 @@ class CodeRows {
 
   void finish(int64_t n0, int64_t rows, float* sums) const {
     for (int64_t m0 = 0; m0 < tokens; m0 += kLanes) {
-      float of_tokens[kLanes] = {};  // tokens past the end are whatever the padded tile gave
+      float of_tokens[kLanes] = {};  // sums of tokens past the end are whatever the padded tile gave
       memcpy(of_tokens, token_factors + m0, size_t(m0 + kLanes < tokens ? kLanes : tokens - m0) * sizeof(float));
       for (int64_t r = 0; r < rows; ++r) {
         float* at = sums + L::sums_at(r, m0);
