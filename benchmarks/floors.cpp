@@ -57,7 +57,7 @@ extern "C" void floor_copy(const void* source, void* target, int64_t bytes, int 
 extern "C" void floor_write(void* target, int64_t bytes, int threads) {
   split(bytes, threads, [&](int, int64_t begin, int64_t end) {
     Line* to = static_cast<Line*>(target);
-    Line value, step;  // no zeros: a Zen 4 writes lines of them three times as fast
+    Line value, step;  // no zeros: a Zen 4 writes lines of them faster than any output
     for (size_t i = 0; i < sizeof(Line) / 8; ++i) {
       value[i] = int64_t(0x9E3779B97F4A7C15u * (i + 1));
       step[i] = int64_t(0xD1B54A32D192ED03u * (2 * i + 1));

@@ -24,14 +24,11 @@ inline void with_product_and_codes(Compute compute, const RowLayout& l, const Bo
   });
 }
 
-// body(const T*) for the element type.
+// body(const T*) for the element type, of those that the arithmetic has.
 template <class Product, class Body>
 inline void with_input(const void* input, DType dtype, const Body& body) {
-  if constexpr (!Product::kBFloat16By4Bit) {
-    if (dtype == DType::kFloat32) return body(static_cast<const float*>(input));
-    if (dtype == DType::kFloat16) return body(static_cast<const Float16*>(input));
-  }
-  body(static_cast<const BFloat16*>(input));
+  if constexpr (Product::kBFloat16By4Bit) body(static_cast<const BFloat16*>(input));
+  else with_elements(input, dtype, body);
 }
 
 void linear_prepare_direct(const void* input, DType dtype, int64_t tokens, const RowLayout& l, Compute compute, void* units) {
