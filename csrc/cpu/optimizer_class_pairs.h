@@ -30,11 +30,10 @@ template <bool SIGNED>
 class Class {
  public:
   void guess(Floats a) {
-    const __m512i b = _mm512_castps_si512(_mm512_max_ps(a, _mm512_set1_ps(0x1p-29f)));
-    const __m512i step = _mm512_permutexvar_epi32(_mm512_srli_epi32(b, 24), _mm512_load_si512(kPairs.step));
-    index_ = _mm512_srli_epi32(_mm512_add_epi32(b, step), 24);
+    bits_ = bits(maximum(a, splat(0x1p-29f)));
+    step_ = bits(in_turn(_mm512_permutexvar_ps(shift_right<24>(bits_), _mm512_load_ps(kPairs.step))));
   }
-  void correct(Floats) {}
+  void correct(Floats) { index_ = shift_right<24>(add_ints(bits_, step_)); }
   Floats J() const { return _mm512_permutexvar_ps(index_, _mm512_load_ps(kPairs.J)); }
   Floats scaled(Floats x, float offset) const {
     return fma(x, _mm512_permutexvar_ps(index_, _mm512_load_ps(kPairs.P)), splat(offset));
@@ -42,7 +41,7 @@ class Class {
 
  private:
   static constexpr ClassPairs kPairs{SIGNED ? kSignedMap : kUnsignedMap};
-  Ints index_;
+  Ints bits_, step_, index_;
 };
 
 }  // namespace

@@ -83,10 +83,10 @@ template <bool SIGNED, int N, class Factor>
 #pragma GCC unroll 4
   for (int j = 0; j < N; ++j) c[j].correct(a[j]);
 #pragma GCC unroll 4
-  for (int j = 0; j < N; ++j) w[j] = fma(a[j], c[j].J(), splat(float(8.0 / 9.0)));
+  for (int j = 0; j < N; ++j) w[j] = in_turn(minimum(fma(a[j], c[j].J(), splat(float(8.0 / 9.0))), splat(kInsideLastStep)));
 #pragma GCC unroll 4
   for (int j = 0; j < N; ++j) {
-    const Ints word = bits(c[j].scaled(minimum(w[j], splat(kInsideLastStep)), map.code_offset));
+    const Ints word = bits(c[j].scaled(w[j], map.code_offset));
     words[j] = SIGNED ? word : add_ints(word, word);  // half of a code has 7 bits, as a magnitude has
   }
 }

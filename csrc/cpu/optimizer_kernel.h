@@ -145,9 +145,13 @@ struct Waiting {
   OneFactor first_factor, second_factor;
   uint8_t *first_codes = nullptr, *second_codes = nullptr;  // null: nothing waits
 
-  [[gnu::always_inline]] void encode(int64_t i) {
-    encode_group<true, 4>(first + i, first_factor, first_codes + i);
+  [[gnu::always_inline]] void encode_first(int64_t i) { encode_group<true, 4>(first + i, first_factor, first_codes + i); }
+  [[gnu::always_inline]] void encode_second(int64_t i) {
     if constexpr (TWO) encode_group<false, 4>(second + i, second_factor, second_codes + i);
+  }
+  [[gnu::always_inline]] void encode(int64_t i) {
+    encode_first(i);
+    encode_second(i);
   }
 };
 
@@ -204,9 +208,13 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
       const int64_t j = i + v * kWidth;
       const Updated low = update_whole(j, code_floats(first, v), code_floats(second, v));
       const Updated high = update_whole(j + kWidth, code_floats(first, v + 1), code_floats(second, v + 1));
+      if (encoded < kStateBlock) {
+        if (v == 0) previous.encode_first(encoded);
+        else previous.encode_second(encoded);
+      }
       if (!kLate<RULE>) put_pair(j, low, high);
     }
-    if (encoded < kStateBlock) previous.encode(encoded), encoded += kGroup;
+    if (encoded < kStateBlock) encoded += kGroup;
   }
   const int64_t grouped = i;
   for (; encoded < kStateBlock; encoded += kGroup) previous.encode(encoded);

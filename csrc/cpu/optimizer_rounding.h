@@ -33,15 +33,23 @@ inline void round_to(float x, uint32_t random, Float16* out) {
 }
 inline void round_to(float x, uint32_t, float* out) { *out = x; }
 
+// Two vectors at once, where an ISA has a way to (optimizer_simd_<isa>.h) and they are finite. False: nothing is stored.
+template <class T>
+inline bool store_pair_up(T*, Floats, Floats, const uint16_t*) {
+  return false;
+}
+
 // x[0..count) -> out; element i has the global index first + i.
 template <class T>
 inline void round_stochastic(const float* x, int64_t count, uint64_t first, uint64_t seed, uint32_t step, T* out) {
   alignas(64) uint16_t random[kRandoms];
   for (int64_t i = 0; i < count;) {
     const uint64_t index = first + uint64_t(i);
-    fill_randoms(index / 8, step, seed, random);
     const int64_t used = int64_t(index % 8), n = count - i < kRandoms - used ? count - i : kRandoms - used;
-    for (int64_t j = 0; j < n; ++j) round_to(x[i + j], random[used + j], out + i + j);
+    fill_randoms(index / 8, step, seed, used + n, random);
+    int64_t j = 0;
+    while (j + 2 * kWidth <= n && store_pair_up(out + i + j, load(x + i + j), load(x + i + j + kWidth), random + used + j)) j += 2 * kWidth;
+    for (; j < n; ++j) round_to(x[i + j], random[used + j], out + i + j);
     i += n;
   }
 }

@@ -100,6 +100,24 @@ inline uint32_t largest(Ints a) {
   return uint32_t(_mm_cvtsi128_si32(x));
 }
 
+// round_to of 2 vectors of finite numbers; false: one is not, and nothing is stored.
+inline bool store_pair_up(BFloat16* p, Floats a, Floats b, const uint16_t* random) {
+  const Ints magnitude = splat_bits(0x7FFFFFFFu), largest_finite = splat_bits(0x7F7FFFFFu);
+  const Ints most = maximum_unsigned(bit_and(bits(a), magnitude), bit_and(bits(b), magnitude));
+  const Ints above = _mm256_cmpgt_epi32(most, largest_finite);
+  if (!_mm256_testz_si256(above, above)) [[unlikely]] return false;
+  const auto up = [](Floats x, const uint16_t* more) {
+    const Ints sum = add_ints(bits(x), _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(more))));
+    return shift_right<16>(sum);
+  };
+  const Ints packed = _mm256_packus_epi32(up(a, random), up(b, random + kWidth));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
+  return true;
+}
+
+// See optimizer_simd_avx512.h: here GCC keeps the order by itself.
+inline Floats in_turn(Floats a) { return a; }
+
 inline Ints lane_numbers() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
 inline Floats load_row_values(const float* p, int length) {
   if (length >= kWidth) return _mm256_broadcast_ss(p);

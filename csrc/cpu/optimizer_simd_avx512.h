@@ -10,7 +10,8 @@ namespace halfbyte::cpu::optimizer {
 namespace {
 
 constexpr int kWidth = 16;
-constexpr int kByTurns = 1;
+// As in optimizer_simd_avx2.h: Zen 4 has no more places. Without in_turn GCC finishes a vector before it takes the next.
+constexpr int kByTurns = 4;
 using Floats = __m512;
 using Ints = __m512i;
 
@@ -83,6 +84,25 @@ inline uint32_t lower_halves_below(Ints a, uint32_t limit) {
 }
 inline uint32_t largest(Ints a) { return _mm512_reduce_max_epu32(a); }
 
+// round_to of 2 vectors of finite numbers; false: one is not, and nothing is stored.
+inline bool store_pair_up(BFloat16* p, Floats a, Floats b, const uint16_t* random) {
+  constexpr int kInfOrNaN = 0x99;
+  if (_mm512_fpclass_ps_mask(a, kInfOrNaN) | _mm512_fpclass_ps_mask(b, kInfOrNaN)) [[unlikely]] return false;
+  const auto up = [](Floats x, const uint16_t* more) {
+    return add_ints(bits(x), _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(more))));
+  };
+  const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
+                                         31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  _mm512_storeu_si512(p, _mm512_permutex2var_epi16(up(a, random), upper, up(b, random + kWidth)));
+  return true;
+}
+
+// `a` itself: what is computed by turns (kByTurns) has its turn here.
+inline Floats in_turn(Floats a) {
+  asm volatile("" : "+v"(a));
+  return a;
+}
+
 inline Ints lane_numbers() { return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15); }
 inline Floats load_row_values(const float* p, int length) {
   if (length >= kWidth) return _mm512_set1_ps(*p);
@@ -131,51 +151,71 @@ inline void store_first(Float16* p, Floats x, int64_t count) {
 inline Floats code_floats_of_first(const uint8_t* p, int64_t count, uint8_t rest) {
   return code_floats(_mm_mask_loadu_epi8(_mm_set1_epi8(char(rest)), first_lanes(count), p));
 }
+// Positive words for positive floats, 0 for zero and negative words for negative floats, of two vectors in the order of packs:
+// saturation turns their bits into the largest and the smallest numbers. Their upper bytes are like them.
+[[gnu::always_inline]] inline __m512i mixed_signs(const float* x) { return _mm512_packs_epi32(bits(load(x)), bits(load(x + 16))); }
+
+// Codes of 4 vectors to code_floats; byte 2 of 4 vectors' lanes, the signs of 4 vectors as bytes, and both stored.
 #if defined(__AVX512VBMI__)
+template <int N>
+struct alignas(64) BytePlaces {
+  uint8_t at[N];
+};
 using CodeGroup = __m512i;
 inline CodeGroup load_code_group(const uint8_t* p) { return _mm512_loadu_si512(p); }
+// One instruction takes three bytes of a lane from 2^25 and the last from the codes, where an extension and an "or" would be two.
 inline Floats code_floats(const CodeGroup& group, int j) {
-  alignas(64) static constexpr auto kPlaces = [] {
-    struct {
-      uint8_t at[4][64];
-    } places{};
-    for (int i = 0; i < 256; ++i) places.at[i / 64][i % 64] = uint8_t(i / 4);
+  static constexpr auto kPlaces = [] {
+    BytePlaces<256> places{};
+    for (int i = 0; i < 256; ++i) places.at[i] = uint8_t(i % 4 == 0 ? i / 4 : 64 + i % 4);
     return places;
   }();
-  // One instruction puts a code into the last byte of each lane, where an extension and an "or" would be two.
-  constexpr __mmask64 kLastBytes = 0x1111111111111111u;
-  return _mm512_castsi512_ps(_mm512_mask_permutexvar_epi8(splat_bits(0x4C000000u), kLastBytes, _mm512_load_si512(kPlaces.at[j]), group));
+  return _mm512_castsi512_ps(_mm512_permutex2var_epi8(group, _mm512_load_si512(kPlaces.at + 64 * j), splat_bits(0x4C000000u)));
 }
+[[gnu::always_inline]] inline __m512i codes_of(const Ints (&words)[4]) {
+  static constexpr auto kPlaces = [] {
+    BytePlaces<64> places{};
+    for (int i = 0; i < 64; ++i) places.at[i] = uint8_t(4 * (i % 32) + 2);
+    return places;
+  }();
+  const __m512i places = _mm512_load_si512(kPlaces.at);
+  const __m512i upper = _mm512_permutex2var_epi8(words[2], places, words[3]);
+  return _mm512_inserti64x4(_mm512_permutex2var_epi8(words[0], places, words[1]), _mm512_castsi512_si256(upper), 1);
+}
+[[gnu::always_inline]] inline __m512i signs_of(const float* x) {
+  static constexpr auto kPlaces = [] {
+    BytePlaces<64> places{};
+    for (int i = 0; i < 64; ++i) places.at[i] = uint8_t(i / 32 * 64 + i % 16 / 4 * 16 + i / 16 % 2 * 8 + i % 4 * 2 + 1);
+    return places;
+  }();
+  return _mm512_permutex2var_epi8(mixed_signs(x), _mm512_load_si512(kPlaces.at), mixed_signs(x + 32));
+}
+[[gnu::always_inline]] inline void store_codes(uint8_t* p, __m512i codes) { _mm512_storeu_si512(p, codes); }
 #else
 using CodeGroup = const uint8_t*;
 inline CodeGroup load_code_group(const uint8_t* p) { return p; }
 inline Floats code_floats(CodeGroup group, int j) { return code_floats(group + j * kWidth); }
-#endif
-
-// Bytes 2 of 4 vectors' lanes, as packs leaves them: 4 of each vector, order mixed by 128 bits.
-[[gnu::always_inline]] inline __m512i mixed_codes(const Ints (&words)[4]) {
+// 4 of each vector, order mixed by 128 bits, until they are stored.
+[[gnu::always_inline]] inline __m512i codes_of(const Ints (&words)[4]) {
   const auto upper = [](__m512i a, __m512i b) {
     return _mm512_and_si512(_mm512_packus_epi32(_mm512_srli_epi32(a, 16), _mm512_srli_epi32(b, 16)), _mm512_set1_epi16(0xFF));
   };
   return _mm512_packus_epi16(upper(words[0], words[1]), upper(words[2], words[3]));
 }
-// Positive bytes for positive floats, 0 for zero and negative bytes for negative floats, in the same order: saturation turns
-// their bits into the largest and the smallest numbers.
-[[gnu::always_inline]] inline __m512i mixed_signs(const float* x) {
-  return _mm512_packs_epi16(_mm512_packs_epi32(bits(load(x)), bits(load(x + 16))),
-                            _mm512_packs_epi32(bits(load(x + 32)), bits(load(x + 48))));
-}
-[[gnu::always_inline]] inline void store_mixed(uint8_t* p, __m512i bytes) {
+[[gnu::always_inline]] inline __m512i signs_of(const float* x) { return _mm512_packs_epi16(mixed_signs(x), mixed_signs(x + 32)); }
+[[gnu::always_inline]] inline void store_codes(uint8_t* p, __m512i codes) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
-  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
+  _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, codes));
 }
+#endif
+
 [[gnu::always_inline]] inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
-  const __m512i m = mixed_codes(words), zero = _mm512_set1_epi8(127);
-  store_mixed(p, _mm512_mask_subs_epu8(_mm512_add_epi8(zero, m), _mm512_movepi8_mask(mixed_signs(x)), zero, m));
+  const __m512i m = codes_of(words), zero = _mm512_set1_epi8(127);
+  store_codes(p, _mm512_mask_subs_epu8(_mm512_add_epi8(zero, m), _mm512_movepi8_mask(signs_of(x)), zero, m));
 }
 [[gnu::always_inline]] inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
-  const __m512i least = _mm512_min_epu8(mixed_signs(x), _mm512_set1_epi8(1));
-  store_mixed(p, _mm512_max_epu8(mixed_codes(words), least));
+  const __m512i least = _mm512_min_epu8(signs_of(x), _mm512_set1_epi8(1));
+  store_codes(p, _mm512_max_epu8(codes_of(words), least));
 }
 
 }  // namespace

@@ -111,6 +111,7 @@ def check_stochastic_rounding(dtype: torch.dtype, shape: tuple[int, int], decade
     generator = torch.Generator().manual_seed(decade)
     grad = torch.randn(shape, generator=generator) * 10.0**decade
     grad.flatten()[:6] = torch.tensor([0.0, 7e4, 65519.0, -65535.0, float("inf"), float("nan")])
+    grad.flatten()[-120:-118] = torch.tensor([float("-inf"), float("nan")])  # behind whole vectors of finite ones
     p = torch.zeros(shape, dtype=dtype)
     seed, step, offset = -(2**62) + 12345, 7, 2**35 - 301  # the 64-bit counter carries inside
     state = oracle.State.zeros(shape, "sgd")

@@ -7,6 +7,7 @@ namespace halfbyte::cpu {
 namespace {
 
 constexpr int kPhiloxLanes = 4;
+constexpr int kPhiloxVectors = 2;  // at a time
 using Wides = __m256i;
 inline Wides wide_splat(uint32_t x) { return _mm256_set1_epi64x(int64_t(x)); }
 inline Wides wide_count(uint64_t first) { return _mm256_add_epi64(_mm256_set1_epi64x(int64_t(first)), _mm256_setr_epi64x(0, 1, 2, 3)); }

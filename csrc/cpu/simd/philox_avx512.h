@@ -7,6 +7,7 @@ namespace halfbyte::cpu {
 namespace {
 
 constexpr int kPhiloxLanes = 8;
+constexpr int kPhiloxVectors = 4;  // at a time
 using Wides = __m512i;
 inline Wides wide_splat(uint32_t x) { return _mm512_set1_epi64(int64_t(x)); }
 inline Wides wide_count(uint64_t first) { return _mm512_add_epi64(_mm512_set1_epi64(int64_t(first)), _mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7)); }

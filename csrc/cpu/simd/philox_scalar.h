@@ -7,6 +7,7 @@ namespace halfbyte::cpu {
 namespace {
 
 constexpr int kPhiloxLanes = 1;
+constexpr int kPhiloxVectors = 2;  // at a time
 using Wides = uint64_t;
 inline Wides wide_splat(uint32_t x) { return x; }
 inline Wides wide_count(uint64_t first) { return first; }
