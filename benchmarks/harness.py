@@ -308,10 +308,14 @@ class PeakMemory:
         return self._most - self._start
 
 
-def in_child(script: str, *arguments: str, timeout: float = 1800) -> dict[str, Any]:
-    """Runs `script` in a process of its own, whose memory is nobody else's; returns the JSON on the last line it prints."""
+def in_child(script: str, *arguments: str, timeout: float = 1800, **environment: str) -> dict[str, Any]:
+    """Runs `script` in a process of its own, whose memory is nobody else's; returns the JSON on the last line it prints.
+
+    `environment` is added to this process's.
+    """
+    command = [sys.executable, script, *arguments]
     done = subprocess.run(
-        [sys.executable, script, *arguments], stdout=subprocess.PIPE, text=True, check=True, timeout=timeout
+        command, stdout=subprocess.PIPE, text=True, check=True, timeout=timeout, env=os.environ | environment
     )
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
