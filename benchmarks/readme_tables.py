@@ -22,6 +22,7 @@ SPEED = [
     ("linear nf4, bf16, 512 tokens", "linear", "linear nf4 bf16 M=512", {"torch": ("dense", "dense")}),
     ("linear nf4, fp32, 512 tokens", "linear", "linear nf4 fp32 M=512", {"torch": ("dense", "dense")}),
     ("AdamW8bit step, fp32", "optimizer", "AdamW8bit, 4096 x 4096 fp32", {"torch": ("torch fused", "fused, 32-bit state")}),
+    ("AdamW8bit step, bf16", "optimizer", "AdamW8bit, 4096 x 4096 bf16", {"torch": ("torch fused", "fused, bf16 state")}),
     ("AdamW8bit step, 448 LoRA matrices of rank 16", "optimizer", "AdamW8bit, 448 LoRA matrices r=16 fp32",
      {"torch": ("torch fused", "fused, 32-bit state")}),
     ("LoRA r=16, forward and backward, nf4, bf16, 16 tokens", "lora", "LoRA r=16 nf4 bf16 M=16, forward + backward",
