@@ -107,11 +107,9 @@ inline bool store_pair_up(BFloat16* p, Floats a, Floats b, const uint16_t* rando
   const Ints above = _mm256_cmpgt_epi32(most, largest_finite);
   if (!_mm256_testz_si256(above, above)) [[unlikely]] return false;
   const auto up = [](Floats x, const uint16_t* more) {
-    const Ints sum = add_ints(bits(x), _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(more))));
-    return shift_right<16>(sum);
+    return add_ints(bits(x), _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(more))));
   };
-  const Ints packed = _mm256_packus_epi32(up(a, random), up(b, random + kWidth));
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm256_permute4x64_epi64(packed, 0xD8));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), upper_words(up(a, random), up(b, random + kWidth)));
   return true;
 }
 

@@ -1,10 +1,8 @@
 // Vectors of 16 floats: the operations of optimizer_simd_scalar.h with AVX-512.
 #pragma once
 
-#include <immintrin.h>
-
 #include "../dynamic_map.h"
-#include "simd/scalar.h"
+#include "simd/avx512.h"
 
 namespace halfbyte::cpu::optimizer {
 namespace {
@@ -38,11 +36,7 @@ inline __m512i upper_bfloat16(Floats x) {  // the upper half of each lane; the l
   return _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), b, _mm512_set1_epi32(0x400000));
 }
 inline __m256i to_bfloat16(Floats x) { return _mm512_cvtepi32_epi16(_mm512_srli_epi32(upper_bfloat16(x), 16)); }
-inline __m512i to_bfloat16(Floats a, Floats b) {
-  const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
-                                         31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-  return _mm512_permutex2var_epi16(upper_bfloat16(a), upper, upper_bfloat16(b));
-}
+inline __m512i to_bfloat16(Floats a, Floats b) { return upper_words(upper_bfloat16(a), upper_bfloat16(b)); }
 #endif
 inline __m256i to_float16(Floats x) { return _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC); }
 inline void store_as(BFloat16* p, Floats x) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), to_bfloat16(x)); }
@@ -91,9 +85,7 @@ inline bool store_pair_up(BFloat16* p, Floats a, Floats b, const uint16_t* rando
   const auto up = [](Floats x, const uint16_t* more) {
     return add_ints(bits(x), _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(more))));
   };
-  const __m512i upper = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
-                                         31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-  _mm512_storeu_si512(p, _mm512_permutex2var_epi16(up(a, random), upper, up(b, random + kWidth)));
+  _mm512_storeu_si512(p, upper_words(up(a, random), up(b, random + kWidth)));
   return true;
 }
 

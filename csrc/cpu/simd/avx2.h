@@ -25,13 +25,17 @@ inline __m256i round_bf16(__m256 v) {
   return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
 }
 
+// The upper words of 16 dwords, in order.
+inline __m256i upper_words(__m256i low, __m256i high) {
+  return _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_srli_epi32(low, 16), _mm256_srli_epi32(high, 16)), 0xD8);
+}
+
 // 16 floats -> 16 words of T (BFloat16 or Float16), in order. NaN as for round_bf16.
 template <class T>
 inline __m256i narrow_floats(__m256 low, __m256 high);
 template <>
 inline __m256i narrow_floats<BFloat16>(__m256 low, __m256 high) {
-  const __m256i a = _mm256_srli_epi32(round_bf16(low), 16), b = _mm256_srli_epi32(round_bf16(high), 16);
-  return _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
+  return upper_words(round_bf16(low), round_bf16(high));
 }
 template <>
 inline __m256i narrow_floats<Float16>(__m256 low, __m256 high) {

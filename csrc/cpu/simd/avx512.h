@@ -31,14 +31,19 @@ inline __m512i round_bf16(__m512 v) {
   return _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
 }
 
+// The upper words of 32 dwords.
+inline __m512i upper_words(__m512i low, __m512i high) {
+  const __m512i places = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
+                                          31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
+  return _mm512_permutex2var_epi16(low, places, high);
+}
+
 // 32 floats -> 32 words of T (BFloat16 or Float16), nearest even. NaN as for round_bf16.
 template <class T>
 inline __m512i narrow_floats(__m512 low, __m512 high);
 template <>
 inline __m512i narrow_floats<BFloat16>(__m512 low, __m512 high) {
-  const __m512i high_words = _mm512_set_epi16(63, 61, 59, 57, 55, 53, 51, 49, 47, 45, 43, 41, 39, 37, 35, 33,  //
-                                              31, 29, 27, 25, 23, 21, 19, 17, 15, 13, 11, 9, 7, 5, 3, 1);
-  return _mm512_permutex2var_epi16(round_bf16(low), high_words, round_bf16(high));
+  return upper_words(round_bf16(low), round_bf16(high));
 }
 template <>
 inline __m512i narrow_floats<Float16>(__m512 low, __m512 high) {
