@@ -34,7 +34,7 @@ class FineTuning(L.LightningModule):
     def configure_model(self) -> None:  # the plugin's context is active here: whatever is built is quantized
         self.model = AutoModelForCausalLM.from_pretrained(self.path, dtype=self.dtype_)
         if self.checkpointing:
-            self.model.gradient_checkpointing_enable()
+            self.model.activation_checkpointing_enable()
             self.model.enable_input_require_grads()
         lora = LoraConfig(r=self.rank, lora_alpha=2 * self.rank, target_modules="all-linear", task_type="CAUSAL_LM")
         self.model = get_peft_model(self.model, lora).train()

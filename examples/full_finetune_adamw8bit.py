@@ -38,7 +38,7 @@ def main() -> None:
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto").to(device).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
 
     sizes = {"batch_size": args.batch_size, "seq_len": args.length}
     ours = lambda params: AdamW8bit(params, lr=args.lr, fused_backward=True)  # noqa: E731

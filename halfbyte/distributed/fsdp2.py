@@ -135,9 +135,9 @@ def _check_dtypes(model: nn.Module, units: dict[str, nn.Module]) -> None:
 def _checkpoint_blocks(model: nn.Module, found: dict[str, nn.Module]) -> None:
     module: Any
     for module in model.modules():
-        if getattr(module, "supports_gradient_checkpointing", False) and hasattr(module, "gradient_checkpointing_enable"):
-            if not getattr(module, "is_gradient_checkpointing", False):
-                module.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if getattr(module, "supports_gradient_checkpointing", False) and hasattr(module, "activation_checkpointing_enable"):
+            if not module.is_activation_checkpointing:
+                module.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
             return
     from torch.distributed._composable.checkpoint_activation import (
         checkpoint,

@@ -154,8 +154,8 @@ def _set_checkpointing(model: nn.Module, wanted: bool | None) -> None:
     elif wanted is not None:
         module: Any
         for module in model.modules():
-            if getattr(module, "is_gradient_checkpointing", False) and hasattr(module, "gradient_checkpointing_disable"):
-                module.gradient_checkpointing_disable()
+            if hasattr(module, "activation_checkpointing_disable") and module.is_activation_checkpointing:
+                module.activation_checkpointing_disable()
 
 
 def _optimizers(subject: Subject, optimizer: OptimizerLike, sharding: Sharding) -> list[torch.optim.Optimizer]:

@@ -242,7 +242,7 @@ def test_no_routing_takes_more_than_a_plan_says(format: str, checkpointing: bool
     arguments = {"optimizer": None, "checkpointing": checkpointing, "batch": None}
     plan = planned(model, **arguments)
     if checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs={"use_reentrant": False})
     model.train()
     taken = {}
     for name, routing in routings.items():
