@@ -156,8 +156,8 @@ struct Waiting {
 };
 
 // Where one block is updated while the one before is encoded: the update waits for square roots and divisions, and encoding for
-// the block's maximum and its reciprocal, which take as long as four vectors' instructions. On a core of Zen 4 this saves AdamW 8 %
-// and SGD 18 %. With 16 registers what both need is loaded again and again: AVX2 lost by it (bf16 1.6 %, SGD 6 %).
+// the block's maximum and its reciprocal, which take as long as four vectors' instructions. It saved more before the encoder took
+// its vectors by turns. With 16 registers what both need is loaded again and again: AVX2 lost by it.
 constexpr bool kOverlap = kWidth == 16;
 
 // Where the root and the division come after the moments of the whole block, while they are encoded: beside them, in one chain of 75

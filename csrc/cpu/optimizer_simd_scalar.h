@@ -68,8 +68,8 @@ inline Floats load_row_values(const float* p, int) { return *p; }
 // Lane i is the largest of the lanes with the same i / length.
 inline Ints largest_of_rows(Ints a, int) { return a; }
 
-// table[index & 7]
 inline Floats in_turn(Floats a) { return a; }
+// table[index & 7]
 inline Floats lookup8(const float* table, Ints index) { return table[index & 7u]; }
 // a with its sign flipped where that of test is set
 inline Floats xor_sign(Floats a, Floats test) { return bits_float(float_bits(a) ^ (float_bits(test) & 0x80000000u)); }
