@@ -80,10 +80,8 @@ void run(OptimizerRule rule, const OptimizerArguments& a, const OptimizerHyper& 
   const OptimizerKernels& kernel = kernels().optimizer;
   parallel_rows(tasks.count(), kTasksPerThread, [&, &tensors = tensors](int64_t begin, int64_t end) {
     const FlushSubnormals flush;
-    const size_t last = tasks.starts[size_t(end)];
-    for (size_t i = tasks.starts[size_t(begin)]; i < last;) {
-      Chunk c = tasks.chunks[i++];
-      while (i < last && tasks.chunks[i].tensor == c.tensor) c.end = tasks.chunks[i++].end;  // a call starts with nothing to overlap
+    for (size_t i = tasks.starts[size_t(begin)]; i < tasks.starts[size_t(end)]; ++i) {
+      const Chunk& c = tasks.chunks[i];
       kernel.update(rule, tensors[size_t(c.tensor)], scalars[scalars_of[size_t(c.tensor)]], c.begin, c.end);
     }
   });

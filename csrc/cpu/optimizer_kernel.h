@@ -138,32 +138,10 @@ class NewParameters {
   bool keep() const { return sizeof(P) == 2 && stochastic_; }  // fp32 has nothing to round
 };
 
-// A whole block whose moments are updated but not encoded yet.
-template <bool TWO>
-struct Waiting {
-  alignas(64) float first[kStateBlock], second[TWO ? kStateBlock : 1];
-  OneFactor first_factor, second_factor;
-  uint8_t *first_codes = nullptr, *second_codes = nullptr;  // null: nothing waits
-
-  [[gnu::always_inline]] void encode_first(int64_t i) { encode_group<true, 4>(first + i, first_factor, first_codes + i); }
-  [[gnu::always_inline]] void encode_second(int64_t i) {
-    if constexpr (TWO) encode_group<false, 4>(second + i, second_factor, second_codes + i);
-  }
-  [[gnu::always_inline]] void encode(int64_t i) {
-    encode_first(i);
-    encode_second(i);
-  }
-};
-
-// Where one block is updated while the one before is encoded: the update waits for square roots and divisions, and encoding for
-// the block's maximum and its reciprocal, which take as long as four vectors' instructions. It saved more before the encoder took
-// its vectors by turns. With 16 registers what both need is loaded again and again: AVX2 lost by it.
-constexpr bool kOverlap = kWidth == 16;
-
 // Where the root and the division come after the moments of the whole block, while they are encoded: beside them, in one chain of 75
-// cycles, they hold up what decodes and encodes (Zen 3).
+// cycles, they hold up what decodes and encodes (Zen 3). Not with AVX-512: Zen 4 loses 3 % by loading parameters and moments again.
 template <OptimizerRule RULE>
-constexpr bool kLate = has_second_moment(RULE) && !kOverlap;
+constexpr bool kLate = has_second_moment(RULE) && kWidth == 8;
 
 // New parameters of the group of 4 vectors from `at` on, whose moments are in first and second.
 template <OptimizerRule RULE, class P>
@@ -177,48 +155,37 @@ template <OptimizerRule RULE, class P>
   }
 }
 
-// Updates `count` elements; `index`: global index of the first one. With kOverlap encodes what waits in `previous`, and leaves a
-// whole block in `next`.
+// Updates `count` elements; `index`: global index of the first one. Inlined by order: a call for each block would load the tables,
+// the constants and the scalars again, 3 cycles for 16 elements (Zen 4).
 template <OptimizerRule RULE, class P, class G>
-void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_scale, float* second_scale,
-                  const OptimizerScalars& s, uint64_t index, Waiting<has_second_moment(RULE)>& previous,
-                  Waiting<has_second_moment(RULE)>& next) {
+[[gnu::always_inline]] inline void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_scale,
+                                                float* second_scale, const OptimizerScalars& s, uint64_t index) {
   constexpr bool kTwo = has_second_moment(RULE);
+  alignas(64) float first[kStateBlock], second[kTwo ? kStateBlock : kWidth];
   NewParameters<P> fresh(block.param, s.stochastic);
   // Lion interpolates the same moment twice, with two weights.
   const BlockFactors f(s, *first_scale, kTwo ? *second_scale : *first_scale);
   LaneMaxima lanes;
   int64_t i = 0;
   const auto update = [&](int64_t j, Floats param, Floats grad, Floats first_code, Floats second_code) __attribute__((always_inline)) {
-    return update_moments<RULE>(param, grad, first_code, second_code, f, next.first + j, kTwo ? next.second + j : next.second, lanes);
+    return update_moments<RULE>(param, grad, first_code, second_code, f, first + j, kTwo ? second + j : second, lanes);
   };
   const auto update_whole = [&](int64_t j, Floats first_code, Floats second_code) __attribute__((always_inline)) {
     return update(j, load_as(block.param + j), load_as(block.grad + j), first_code, second_code);
   };
-  const auto put_pair = [&](int64_t j, const Updated& low, const Updated& high) __attribute__((always_inline)) {
-    fresh.put_pair(j, apply_moments<RULE>(load_as(block.param + j), low, f),
-                   apply_moments<RULE>(load_as(block.param + j + kWidth), high, f));
-  };
   const uint8_t* const second_codes = kTwo ? block.second_codes : block.first_codes;
-  int64_t encoded = kOverlap && previous.first_codes ? 0 : kStateBlock;
   for (; i + kGroup <= count; i += kGroup) {
-    const CodeGroup first = load_code_group(block.first_codes + i), second = load_code_group(second_codes + i);
+    const CodeGroup of_first = load_code_group(block.first_codes + i), of_second = load_code_group(second_codes + i);
 #pragma GCC unroll 2
     for (int v = 0; v < 4; v += 2) {
-      const int64_t j = i + v * kWidth;
-      const Updated low = update_whole(j, code_floats(first, v), code_floats(second, v));
-      const Updated high = update_whole(j + kWidth, code_floats(first, v + 1), code_floats(second, v + 1));
-      if (encoded < kStateBlock) {
-        if (v == 0) previous.encode_first(encoded);
-        else previous.encode_second(encoded);
-      }
-      if (!kLate<RULE>) put_pair(j, low, high);
+      const int64_t j = i + v * kWidth, k = j + kWidth;
+      const Updated low = update_whole(j, code_floats(of_first, v), code_floats(of_second, v));
+      const Updated high = update_whole(k, code_floats(of_first, v + 1), code_floats(of_second, v + 1));
+      if (kLate<RULE>) continue;
+      fresh.put_pair(j, apply_moments<RULE>(load_as(block.param + j), low, f), apply_moments<RULE>(load_as(block.param + k), high, f));
     }
-    if (encoded < kStateBlock) encoded += kGroup;
   }
   const int64_t grouped = i;
-  for (; encoded < kStateBlock; encoded += kGroup) previous.encode(encoded);
-  previous.first_codes = nullptr;
   for (; i + kWidth <= count; i += kWidth) {
     const Updated u = update_whole(i, code_floats(block.first_codes + i), code_floats(second_codes + i));
     fresh.put(i, apply_moments<RULE>(load_as(block.param + i), u, f));
@@ -231,38 +198,24 @@ void update_block(const OptimizerBlock<P, G> block, int64_t count, float* first_
     fresh.put_first(i, apply_moments<RULE>(param, u, f), n);
   }
   MomentMaxima most{largest(lanes.first), largest(lanes.second)};
-  const bool plain = count == kStateBlock && is_plain(most.first) && (!kTwo || is_plain(most.second));
   if constexpr (kLate<RULE>) {
-    if (plain) {
+    if (count == kStateBlock && is_plain(most.first) && is_plain(most.second)) [[likely]] {
       *first_scale = bits_float(most.first);
       *second_scale = bits_float(most.second);
-      const OneFactor first{splat(1.0f / *first_scale)}, second{splat(1.0f / *second_scale)};
+      const OneFactor first_factor{splat(1.0f / *first_scale)}, second_factor{splat(1.0f / *second_scale)};
       for (int64_t at = 0; at < kStateBlock; at += kGroup) {
-        put_late<RULE>(block.param, next.first, next.second, at, f, fresh);
-        encode_group<true, 4>(next.first + at, first, block.first_codes + at);
-        encode_group<false, 4>(next.second + at, second, block.second_codes + at);
+        put_late<RULE>(block.param, first, second, at, f, fresh);
+        encode_group<true, 4>(first + at, first_factor, block.first_codes + at);
+        encode_group<false, 4>(second + at, second_factor, block.second_codes + at);
       }
-    } else {
-      for (int64_t at = 0; at < grouped; at += kGroup) put_late<RULE>(block.param, next.first, next.second, at, f, fresh);
+      return fresh.round(count, s, index);
     }
+    for (int64_t at = 0; at < grouped; at += kGroup) put_late<RULE>(block.param, first, second, at, f, fresh);
   }
   fresh.round(count, s, index);
-  if (kLate<RULE> && plain) return;
-  if (most.first >= kInfBits || most.second >= kInfBits) [[unlikely]]
-    most = restart_unusual(next.first, kTwo ? next.second : nullptr, count);
-  if (kOverlap && plain) {
-    *first_scale = bits_float(most.first);
-    next.first_factor = {splat(1.0f / *first_scale)};
-    next.first_codes = block.first_codes;
-    if constexpr (kTwo) {
-      *second_scale = bits_float(most.second);
-      next.second_factor = {splat(1.0f / *second_scale)};
-      next.second_codes = block.second_codes;
-    }
-    return;
-  }
-  encode_block<true>(next.first, count, most.first, block.first_codes, first_scale);
-  if constexpr (kTwo) encode_block<false>(next.second, count, most.second, block.second_codes, second_scale);
+  if (most.first >= kInfBits || most.second >= kInfBits) [[unlikely]] most = restart_unusual(first, kTwo ? second : nullptr, count);
+  encode_block<true>(first, count, most.first, block.first_codes, first_scale);
+  if constexpr (kTwo) encode_block<false>(second, count, most.second, block.second_codes, second_scale);
 }
 
 // Short rows, one block each, as the matrices of LoRA have them: 4 vectors at a time, so that the work of several rows overlaps.
@@ -325,7 +278,6 @@ void update_blocks(const OptimizerTensor& t, const OptimizerScalars& s, int64_t 
   if (t.row_length < kWidth && (t.row_length & (t.row_length - 1)) == 0)
     begin = update_short_rows<RULE, P, G, LaneRows>(t, s, begin, end);
   int64_t row = begin / t.blocks_per_row, in_row = begin % t.blocks_per_row;
-  Waiting<has_second_moment(RULE)> waiting[2];
   for (int64_t b = begin; b < end; ++b) {
     const int64_t column = in_row * kStateBlock;
     const int64_t start = row * t.row_length + column;
@@ -333,11 +285,8 @@ void update_blocks(const OptimizerTensor& t, const OptimizerScalars& s, int64_t 
     update_block<RULE, P, G>({static_cast<P*>(t.param) + start, static_cast<const G*>(t.grad) + start, t.codes[0] + start,
                               t.codes[1] ? t.codes[1] + start : nullptr},
                              count, t.scales[0] + b, t.scales[1] ? t.scales[1] + b : nullptr, s,
-                             t.element_offset + uint64_t(start), waiting[b & 1], waiting[~b & 1]);
+                             t.element_offset + uint64_t(start));
     if (++in_row == t.blocks_per_row) in_row = 0, ++row;
-  }
-  for (auto& last : waiting) {
-    for (int64_t i = 0; kOverlap && last.first_codes && i < kStateBlock; i += kGroup) last.encode(i);
   }
 }
 
