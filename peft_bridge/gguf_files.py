@@ -80,10 +80,11 @@ def gguf_steps(
     architecture = architecture_of(file)
     if is_gguf_arch_supported(architecture):
         steps, unexpected = load_steps(model, shapes, get_gguf_conversion_mapping(architecture, model.config))
-        # transformers drops what the load used: saving starts from the model's own mapping
-        own = get_model_conversion_mapping(model, add_legacy=False)
-        return steps, unexpected, [each for each in own if not isinstance(each, PrefixChange)]
-    return *_legacy_steps(model, file, architecture, shapes), []
+    else:
+        steps, unexpected = _legacy_steps(model, file, architecture, shapes)
+    # transformers drops what the load used (5.23 the older architectures' not): saving starts from the model's own mapping
+    own = get_model_conversion_mapping(model, add_legacy=False)
+    return steps, unexpected, [each for each in own if not isinstance(each, PrefixChange)]
 
 
 def _legacy_steps(
