@@ -57,6 +57,7 @@ NO_EXPORTS = "{ local: *; };\n"  # ops register themselves when the library is l
 # csrc/cpu/isa_<name>.cpp is compiled when its name is listed here for this machine. No other file gets an -m flag, so
 # that nothing runs an instruction isa.cpp did not ask the CPU for; isa.cpp is told what exists by HALFBYTE_HAVE_ISA_*.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX2_VNNI = [*AVX2, "-mavxvnni"]
 AVX512_BASE = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
 AVX512_VNNI = [*AVX512_BASE, "-mavx512vnni"]
 AVX512 = [*AVX512_VNNI, "-mavx512vbmi", "-mavx512bf16"]
@@ -65,6 +66,7 @@ ISA_FLAGS: dict[str, dict[str, list[str]]] = {
     "x86_64": {
         "scalar": [],
         "avx2": AVX2,
+        "avx2_vnni": AVX2_VNNI,
         "avx512_base": AVX512_BASE,
         "avx512_vnni": AVX512_VNNI,
         "avx512": AVX512,

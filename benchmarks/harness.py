@@ -51,6 +51,7 @@ PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
 TURN_CALLS, TURN_SECONDS = 5, 0.05  # a turn's timed calls: at most so many, none after so long
 # Hold torch's own kernels, oneDNN and MKL to what a machine without AVX-512 has; bitsandbytes has no such switch.
 HELD_TO_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+HELD = {"scalar": HELD_TO_AVX2, "avx2": HELD_TO_AVX2, "avx2_vnni": HELD_TO_AVX2 | {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}}
 
 # (N, K) of the linear layers in a decoder block of SmolLM2-135M: where a call costs as much as a matrix.
 SMALL_BLOCK = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
@@ -91,8 +92,7 @@ def arguments(doc: str | None, argv: Sequence[str] | None = None, **extra: Any) 
         parser.add_argument(f"--{name}", **keywords)
     args = parser.parse_args(argv)
     wanted = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
-    if os.environ.get("HALFBYTE_CPU_ISA") in ("avx2", "scalar"):
-        wanted |= HELD_TO_AVX2
+    wanted |= HELD.get(os.environ.get("HALFBYTE_CPU_ISA", ""), {})
     if argv is None and any(os.environ.get(name) != value for name, value in wanted.items()):
         # torch and peers' OpenMP runtimes read these when they are loaded and never again.
         os.environ |= wanted

@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 LIBRARY_DIR = Path(__file__).parent / "lib"
-CPU_ISAS = ("scalar", "avx2", "avx512_base", "avx512_vnni", "avx512", "amx")  # the ints of halfbyte::cpu_isa
+CPU_ISAS = ("scalar", "avx2", "avx2_vnni", "avx512_base", "avx512_vnni", "avx512", "amx")  # the ints of halfbyte::cpu_isa
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 

@@ -32,6 +32,7 @@ FORMATS = (
 FEATURES = (1, 63, 65, 100, 576, 4304)
 TOKENS = (0, 1, 2, 3, 4, 5, 16, 17, 64, 130)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+INT16_ISAS = ("avx2", "avx2_vnni")  # a few bf16 tokens multiply 4-bit codes as int16
 ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
 
 
@@ -105,7 +106,7 @@ def test_values(format: int, block_size: int, K: int) -> None:
 def test_bf16_tokens_that_multiply_exact_weights(format: int, block_size: int) -> None:
     isa = cpu_isa()
     exact = {"avx512": range(0), "amx": range(5)}.get(isa, range(18))
-    if isa == "avx2" and format in (NF4, NF4_DQ):
+    if isa in INT16_ISAS and format in (NF4, NF4_DQ):
         exact = range(13, 18)  # fewer multiply int16
     packed, _ = make(64, 576, format, block_size)
     for M in (1, 2, 4, 5, 12, 13, 17):
@@ -159,7 +160,7 @@ def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> Non
     isa = cpu_isa()
     pairs = isa == "avx512" or (isa == "amx" and M > 4)  # bf16 weights
     value, exact = x.double(), weight * x.double()[:, None]
-    if isa == "avx2":
+    if isa in INT16_ISAS:
         value, rounded = int16_tokens(x)
         assert rounded.any(1).all()
         assert not rounded[[0, -1]].all(1).any()
@@ -172,7 +173,7 @@ def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> Non
     second = torch.stack([ops.linear(x, packed, -first[m], format, block_size, K)[m] for m in range(M)])
     got = first.double() + second.double()
     assert ((got - expected).abs() <= bound).all()
-    coarse = pairs or (isa == "avx2" and format == NF4)  # fp4 has whole steps
+    coarse = pairs or (isa in INT16_ISAS and format == NF4)  # fp4 has whole steps
     assert ((got - exact.sum(2)).abs() > bound)[0].any() == coarse
 
 

@@ -22,6 +22,9 @@ extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_scalar();
 #if defined(HALFBYTE_HAVE_ISA_AVX2)
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2();
 #endif
+#if defined(HALFBYTE_HAVE_ISA_AVX2_VNNI)
+extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2_vnni();
+#endif
 #if defined(HALFBYTE_HAVE_ISA_AVX512_BASE)
 extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512_base();
 #endif
@@ -44,18 +47,17 @@ struct Candidate {
   const Kernels* (*table)();
 };
 
-#if defined(HALFBYTE_HAVE_ISA_AVX2)
-bool has_avx2() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-}
-#endif
 // Each asks for exactly the flags of setup.py that its isa_<name>.cpp is compiled with.
 #if defined(__x86_64__)
+[[maybe_unused]] bool has_avx2() {
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+}
+// Alder Lake and later clients.
+[[maybe_unused]] bool has_avx2_vnni() { return has_avx2() && __builtin_cpu_supports("avxvnni"); }
 // Skylake servers.
 [[maybe_unused]] bool has_avx512_base() {
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-         __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-         __builtin_cpu_supports("avx512dq");
+  return has_avx2() && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+         __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
 }
 // Cascade Lake, Ice Lake; and later ones whose virtual machine hides the rest.
 [[maybe_unused]] bool has_avx512_vnni() { return has_avx512_base() && __builtin_cpu_supports("avx512vnni"); }
@@ -96,6 +98,9 @@ const Candidate kCandidates[] = {
 #if defined(HALFBYTE_HAVE_ISA_AVX512_BASE)
     {"avx512_base", has_avx512_base, halfbyte_kernels_avx512_base},
 #endif
+#if defined(HALFBYTE_HAVE_ISA_AVX2_VNNI)
+    {"avx2_vnni", has_avx2_vnni, halfbyte_kernels_avx2_vnni},
+#endif
 #if defined(HALFBYTE_HAVE_ISA_AVX2)
     {"avx2", has_avx2, halfbyte_kernels_avx2},
 #endif
@@ -131,7 +136,7 @@ namespace {
 
 // The table in use, as an int because strings leak at the dispatcher: the index in halfbyte._library.CPU_ISAS.
 int64_t cpu_isa() {
-  constexpr const char* kNames[] = {"scalar", "avx2", "avx512_base", "avx512_vnni", "avx512", "amx"};
+  constexpr const char* kNames[] = {"scalar", "avx2", "avx2_vnni", "avx512_base", "avx512_vnni", "avx512", "amx"};
   return std::find(std::begin(kNames), std::end(kNames), std::string_view(kernels().isa)) - std::begin(kNames);
 }
 

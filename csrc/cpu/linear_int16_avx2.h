@@ -73,11 +73,20 @@ struct Decoder<Int16, codes> {
 
 inline __m256i words_at(const float* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
 
+// sum + products of pairs of int16.
+inline __m256i add_word_products(__m256i sum, __m256i a, __m256i b) {
+#if defined(__AVXVNNI__)
+  return _mm256_dpwssd_avx_epi32(sum, a, b);
+#else
+  return _mm256_add_epi32(sum, _mm256_madd_epi16(a, b));
+#endif
+}
+
 // Sum of 64 products of int16 by lane, exact.
 inline Vector product_of_words(const __m256i v[4], const float* x) {
-  const __m256i even = _mm256_add_epi32(_mm256_madd_epi16(v[0], words_at(x)), _mm256_madd_epi16(v[1], words_at(x + 8)));
-  const __m256i odd = _mm256_add_epi32(_mm256_madd_epi16(v[2], words_at(x + 16)), _mm256_madd_epi16(v[3], words_at(x + 24)));
-  return _mm256_cvtepi32_ps(_mm256_add_epi32(even, odd));
+  __m256i sum = _mm256_madd_epi16(v[0], words_at(x));
+  for (int i = 1; i < 4; ++i) sum = add_word_products(sum, v[i], words_at(x + 8 * i));
+  return _mm256_cvtepi32_ps(sum);
 }
 
 // Sum of 64 products of fp32 weights in decode order and bf16 words, by lane.
