@@ -116,7 +116,9 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
 
     flops = 4 * M * N * K + 8 * M * rank * (N + K) - 2 * M * rank * K
     timed = {case: Case(run, flops=flops) for case, run in cases.items()}
-    report.compare(f"LoRA r={rank} nf4 {name} M={M}, forward + backward", timed, verify=verify, baseline="halfbyte")
+    title = f"LoRA r={rank} nf4 {name} M={M}, forward + backward"
+    floors = {f"{name[:4]} products": flops // 2} if flops > 1 << 28 else None
+    report.compare(title, timed, verify=verify, baseline="halfbyte", floors=floors)
 
 
 def main() -> None:

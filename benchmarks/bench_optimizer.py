@@ -93,7 +93,8 @@ def compare(
                     print(f"  {name} moves parameters elsewhere on this instruction set: left out", flush=True)
 
     cases = {name: Case(lambda _, step=optimizer.step: step(), bytes=moved) for name, (optimizer, _) in optimizers.items()}
-    report.compare(f"{rule}, {title}", cases, verify=verify, baseline=next((n for n in cases if n != "halfbyte"), None))
+    baseline = next((n for n in cases if n != "halfbyte"), None)
+    report.compare(f"{rule}, {title}", cases, verify=verify, baseline=baseline, floors={"copy": moved})
 
 
 def main() -> None:

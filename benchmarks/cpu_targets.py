@@ -2,9 +2,10 @@
 
     python benchmarks/cpu_targets.py     # results/{dequantize,...}-{amx,avx512_zen5,...}.json -> cpu-targets.json
 
-A cell says how often our time fits into the peer's, and which shares of the floors (a copy of as many bytes, a read or a
-write of those that are read or written, in the same rounds) are reached. Goals are those of the design for machines with
-AVX-512 (with or without AMX) and with AVX2.
+A cell says how often our time fits into the peer's, which shares of the floors (a copy of as many bytes, a read or a
+write of those that are read or written, as many products in registers, in the same rounds) are reached, and how often the
+floor's own time would fit into the peer's: no kernel could be ahead by more. Goals are those of the design for machines
+with AVX-512 (with or without AMX) and with AVX2.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import json
 from typing import Any, NamedTuple
 
-from readme_tables import FLOORS, HERE
+from readme_tables import FLOORS, HERE, STRICT_FLOORS
 
 RESULTS = HERE / "results"
 # Ending of a result's name: heading of its column. An instruction set, and the kind of CPU where there are two.
@@ -79,10 +80,14 @@ def cell(target: Target, ending: str) -> str:
         return "-"
     ours = rows[target.ours]["median"]
     peers = [target.peer, f"{target.peer} in fp32"]  # torch's bf16 product is the slower one on CPUs without bf16 units
-    text = f"{min(rows[peer]['median'] for peer in peers if peer in rows) / ours:.2f}x"
+    peer = min(rows[name]["median"] for name in peers if name in rows)
+    text = f"{peer / ours:.2f}x"
     for floor in FLOORS:
-        if floor in rows and target.peer.startswith("bitsandbytes"):
+        if floor in rows and rows[floor]["median"] > 0.1 * ours and target.peer.startswith("bitsandbytes"):
             text += f", {100 * rows[floor]['median'] / ours:.0f} % of {floor}"
+    bound = max((rows[floor]["median"] for floor in STRICT_FLOORS if floor in rows), default=0.0)
+    if ours / 2 < bound < ours:  # where ours is shorter, the floor's threads took longer to start than the work takes
+        text += f" (at most {peer / bound:.2f}x)"
     return text
 
 
@@ -100,7 +105,8 @@ def main() -> None:
         f"{heading}: {seen(ending, 'cpu')}, {seen(ending, 'threads')} threads" for ending, heading in COLUMNS.items()
     )
     title = (
-        "Targets of the CPU kernels beside the measured ratios (peer's time over ours) and shares of the floor; results of "
+        "Targets of the CPU kernels beside the measured ratios (peer's time over ours) and shares of the floors; at most: what "
+        "the slowest floor allows, where ours takes less than twice its time. Results of "
         f"the other sections. {machines}; scalar is forced on a machine that has more: halfbyte by HALFBYTE_CPU_ISA, "
         "torch by its own switches where its section says so, bitsandbytes, which has none, not at all; \"dense\" is the "
         "faster of torch's products in bf16 and in fp32."

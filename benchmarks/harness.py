@@ -51,6 +51,9 @@ PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
 TURN_CALLS, TURN_SECONDS = 5, 0.05  # a turn's timed calls: at most so many, none after so long
 # Hold torch's own kernels, oneDNN and MKL to what a machine without AVX-512 has; bitsandbytes has no such switch.
 HELD_TO_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
+# What floors.cpp may use there.
+V3 = ["-march=x86-64-v3", "-mtune=native"]
+FLOOR_FLAGS = {"avx2": V3, "avx2_vnni": [*V3, "-mavxvnni"]}
 HELD = {"scalar": HELD_TO_AVX2, "avx2": HELD_TO_AVX2, "avx2_vnni": HELD_TO_AVX2 | {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}}
 
 # (N, K) of the linear layers in a decoder block of SmolLM2-135M: where a call costs as much as a matrix.
@@ -177,7 +180,7 @@ def aligned(count: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 class _Floors:
-    """Copy, read and write bandwidth, from floors.cpp (compiled on first use)."""
+    """Bandwidths and rates of multiplication, from floors.cpp (compiled on first use)."""
 
     _library: ctypes.CDLL | None = None
 
@@ -187,14 +190,19 @@ class _Floors:
             target = Path(tempfile.mkdtemp(prefix="halfbyte-floors-")) / "floors.so"
             source = Path(__file__).with_name("floors.cpp")
             compiler = os.environ.get("CXX", "g++")
-            flags = ["-std=c++20", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
+            target_flags = FLOOR_FLAGS.get(os.environ.get("HALFBYTE_CPU_ISA", ""), ["-march=native"])
+            flags = ["-std=c++20", "-O3", *target_flags, "-shared", "-fPIC", "-pthread"]
             subprocess.run([compiler, *flags, str(source), "-o", str(target)], check=True)
             cls._library = ctypes.CDLL(str(target))
         return cls._library
 
     @classmethod
     def case(cls, kind: str, nbytes: int) -> Case:
+        """`nbytes`: of "copy" read and written together; of "... products" their number."""
         library, threads = cls.library(), torch.get_num_threads()
+        if kind.endswith(" products"):
+            multiply, count = getattr(library, f"floor_{kind.replace(' ', '_')}"), ctypes.c_int64(nbytes)
+            return Case(lambda _: multiply(count, ctypes.c_int(threads)), flops=2 * nbytes)
         length = nbytes // (2 if kind == "copy" else 1) // (256 * threads) * (256 * threads)
         if length == 0:
             raise ValueError(f"a {kind} floor needs at least {512 * threads} bytes, got {nbytes}")
@@ -372,7 +380,8 @@ class Report:
             cases: by name; ours are called "halfbyte" or start with "halfbyte ".
             verify: raises when any case computes something wrong. Called before anything is timed.
             baseline: the case whose time over each row's time is printed.
-            floors: "copy", "read" or "write" -> bytes that this workload has to move; rates are shares of the first.
+            floors: "copy", "read" or "write" -> bytes that this workload has to move, "bf16 products" (fp32, int8) -> how
+                many of them it takes; rates are shares of the slowest.
 
         Returns:
             A Timing per case and floor; empty when --only excludes this title.
@@ -383,7 +392,7 @@ class Report:
         floors = dict(floors or {})
         everything = dict(cases) | {kind: _Floors.case(kind, nbytes) for kind, nbytes in floors.items()}
         timings = interleave(everything, self.args.rounds, self.args.seconds)
-        floor = next(iter(floors), None)
+        floor = max(floors, key=lambda kind: timings[kind].median) if floors else None
         rows: list[dict[str, Any]] = []
         for name, timing in timings.items():
             case, row = everything[name], {"name": name, **asdict(timings[name])}
@@ -393,8 +402,8 @@ class Report:
                 row["flops_per_second"] = case.flops / timing.median
             if baseline is not None:
                 row["speedup"] = timings[baseline].median / timing.median
-            if floor is not None and case.bytes:
-                row["share_of_floor"] = row["bytes_per_second"] / (everything[floor].bytes / timings[floor].median)
+            if floor is not None and name.startswith("halfbyte"):
+                row["share_of_floor"] = timings[floor].median / timing.median
             rows.append(row)
         self.comparisons.append({"title": title, "baseline": baseline, "floor": floor, "rows": rows})
         self._print(title, baseline, floor, rows)

@@ -15,9 +15,10 @@ from readme_tables import FLOORS, HERE, filled
 HEAD = """# Benchmarks
 
 `make bench` runs `bench_*.py` on this machine: every result is verified first, then the peers take turns in one process, on
-buffers rotated past the last-level cache, with the floors (copy, read, write) in the same rounds. A turn is a call that
-is not timed, then up to 5 in a row that are. Times are medians of quiet samples, or the lower quintile where fewer than 5
-were quiet. "times ours" is that row's time over halfbyte's in the same rounds: **below 1 we lose**.
+buffers rotated past the last-level cache, with the floors in the same rounds: as many bytes copied, read or written, or as
+many products of numbers that are in registers. A turn is a call that is not timed, then up to 5 in a row that are. Times
+are medians of quiet samples, or the lower quintile where fewer than 5 were quiet. "times ours" is that row's time over
+halfbyte's in the same rounds: **below 1 we lose**.
 
 `gpu_check.py` (`make gpu`) does the same on a GPU; nobody has run it yet. What the compiler made of the CUDA kernels is
 under "sass" (`sass_counts.py`).

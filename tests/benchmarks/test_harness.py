@@ -78,3 +78,18 @@ def test_the_write_floor_writes_what_outputs_are_like(harness: ModuleType) -> No
     assert len(lines.unique(dim=0)) == len(lines)
     assert (lines == 0).float().mean() < 0.02
     assert (lines.view(torch.int64) != 0).all()
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_no_matrix_product_is_faster_than_the_products_floor(harness: ModuleType, dtype: str) -> None:
+    """Sums that a compiler keeps in memory would halve the floor's rate, and flatter every kernel."""
+    dense = torch.randn(512, 512, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        floor = harness._Floors.case(f"{dtype} products", 512**3)
+        cases = {"product": harness.Case(lambda _: dense @ dense), "floor": floor}
+        timings = harness.interleave(cases, rounds=12)
+    finally:
+        torch.set_num_threads(threads)
+    assert timings["floor"].best < 1.1 * timings["product"].best
