@@ -105,8 +105,8 @@ def main() -> None:
         f"{heading}: {seen(ending, 'cpu')}, {seen(ending, 'threads')} threads" for ending, heading in COLUMNS.items()
     )
     title = (
-        "Targets of the CPU kernels beside the measured ratios (peer's time over ours) and shares of the floors; at most: what "
-        "the slowest floor allows, where ours takes less than twice its time. Results of "
+        "Targets of the CPU kernels beside the measured ratios (peer's time over ours) and shares of the floors; at most: "
+        "what the slowest floor allows, where ours takes less than twice its time. Results of "
         f"the other sections. {machines}; scalar is forced on a machine that has more: halfbyte by HALFBYTE_CPU_ISA, "
         "torch by its own switches where its section says so, bitsandbytes, which has none, not at all; \"dense\" is the "
         "faster of torch's products in bf16 and in fp32."

@@ -61,6 +61,29 @@ inline void order_words(const BFloat16* x, BFloat16* out) {
   }
 }
 
+// `count` units of 16 tokens, `stride` elements apart, in the order of element_at, or of keep_half if they are half of a group: unit by
+// unit, `width` units apart. Tokens from `tokens` on, and elements from `elements` on, are zeros.
+template <class Product, Codes codes>
+  requires(Product::kCompute == Compute::kBFloat16)
+inline void turn_group(const BFloat16* x, int64_t stride, int64_t tokens, int64_t elements, int64_t count, float* out, int64_t width) {
+  // The pair of elements i and i + 4 of 8 is what two shifted words of codes give.
+  const __m512i pairs = _mm512_broadcast_i32x4(_mm_setr_epi8(0, 1, 8, 9, 2, 3, 10, 11, 4, 5, 12, 13, 6, 7, 14, 15));
+  for (int64_t first = 0; first < count; first += 16, x += 32, elements -= 32) {
+    const __mmask32 mask = elements >= 32 ? ~0u : elements <= 0 ? 0u : (1u << elements) - 1u;
+    const auto row = [&](int i) __attribute__((always_inline)) {
+      if (i >= tokens) return _mm512_setzero_ps();
+      const BFloat16* p = x + i * stride;
+      prefetch(p + 128);  // too many rows for the CPU to see it
+      const __m512i words = _mm512_maskz_loadu_epi16(mask, p);
+      return _mm512_castsi512_ps(four_bit(codes) ? _mm512_shuffle_epi8(words, pairs) : words);
+    };
+    turn_rows(row, [&](int i, __m512 unit) __attribute__((always_inline)) {
+      const int64_t at = four_bit(codes) ? (i % 4 ^ 1) * (count / 4) + first / 4 + i / 4 : first + i;
+      _mm512_storeu_ps(out + at * width, unit);
+    });
+  }
+}
+
 // What the codes 0 to 127 of a format stand for; fp8: divided by 256, as fp8_values gives them.
 struct Magnitudes {
   alignas(64) float int8[128], fp8[128];

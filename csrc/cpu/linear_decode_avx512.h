@@ -40,11 +40,12 @@ inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p
 inline Vector keep_lanes(Vector v, uint32_t bits) { return _mm512_maskz_mov_ps(__mmask16(bits), v); }
 inline float horizontal_sum(Vector v) { return _mm512_reduce_add_ps(v); }
 
-// A block of kLanes x kLanes units, transposed.
-inline void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+// A block of kLanes x kLanes units, transposed: put(i, column i) of rows row(0) to row(15).
+template <class Row, class Put>
+[[gnu::always_inline]] inline void turn_rows(const Row& row, const Put& put) {
   __m512 a[16], b[16];
 #pragma GCC unroll 16
-  for (int i = 0; i < 16; ++i) a[i] = _mm512_loadu_ps(from + i * from_stride);
+  for (int i = 0; i < 16; ++i) a[i] = row(i);
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {
     b[i] = _mm512_unpacklo_ps(a[i], a[i + 1]);
@@ -67,11 +68,16 @@ inline void turn(const float* from, int64_t from_stride, float* to, int64_t to_s
   }
 #pragma GCC unroll 4
   for (int c = 0; c < 4; ++c) {
-    _mm512_storeu_ps(to + c * to_stride, _mm512_shuffle_f32x4(b[c], b[c + 8], 0x88));
-    _mm512_storeu_ps(to + (c + 4) * to_stride, _mm512_shuffle_f32x4(b[c + 4], b[c + 12], 0x88));
-    _mm512_storeu_ps(to + (c + 8) * to_stride, _mm512_shuffle_f32x4(b[c], b[c + 8], 0xDD));
-    _mm512_storeu_ps(to + (c + 12) * to_stride, _mm512_shuffle_f32x4(b[c + 4], b[c + 12], 0xDD));
+    put(c, _mm512_shuffle_f32x4(b[c], b[c + 8], 0x88));
+    put(c + 4, _mm512_shuffle_f32x4(b[c + 4], b[c + 12], 0x88));
+    put(c + 8, _mm512_shuffle_f32x4(b[c], b[c + 8], 0xDD));
+    put(c + 12, _mm512_shuffle_f32x4(b[c + 4], b[c + 12], 0xDD));
   }
+}
+
+inline void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  turn_rows([&](int i) __attribute__((always_inline)) { return _mm512_loadu_ps(from + i * from_stride); },
+            [&](int i, __m512 column) __attribute__((always_inline)) { _mm512_storeu_ps(to + i * to_stride, column); });
 }
 
 // 4-bit groups come out as a permutation reads them from shifted registers: value j of lane i is nibble j of the i-th

@@ -152,6 +152,10 @@ void pack_tiled(const T* input, int64_t tokens, const RowLayout& l, int64_t tile
       const int64_t first = start / Product::kUnitElements, count = first + kGroupUnits < all ? kGroupUnits : all - first;
       float* tile = static_cast<float*>(units) + unit_at<Product>(all, tokens, m0, width, first);
       for (int m = 0; m < width; m += kLanes) {
+        if constexpr (requires { turn_group<Product, codes>(input, K, K, K, count, tile, K); }) {  // in registers
+          turn_group<Product, codes>(input + (m0 + m) * K + start, K, tokens - m0 - m, K - start, count, tile + m, width);
+          continue;
+        }
         for (int i = 0; i < kLanes; ++i) {
           float* row = ordered + i * kOrderedStride;
           if (m0 + m + i < tokens) {
