@@ -55,7 +55,7 @@ LINK_FLAGS = ["-Wl,-z,defs", "-Wl,--exclude-libs,ALL", "-Wl,-z,relro,-z,now", "-
 NO_EXPORTS = "{ local: *; };\n"  # ops register themselves when the library is loaded; nobody looks up a symbol
 
 # csrc/cpu/isa_<name>.cpp is compiled when its name is listed here for this machine. No other file gets an -m flag, so
-# that nothing runs an instruction isa.cpp did not ask the CPU for; isa.cpp is told what exists by HALFBYTE_HAVE_ISA_*.
+# that nothing runs an instruction isa.cpp did not ask the CPU for; isa.cpp is told what exists by HALFBYTE_ISAS.
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX2_VNNI = [*AVX2, "-mavxvnni"]
 AVX512_BASE = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512"]
@@ -155,7 +155,7 @@ class BuildLibraries(build_ext):
             versions += f"; CUDA {self.cuda.version}"
         torch = [f"-DTORCH_TARGET_VERSION={ABI_TARGET}", "-isystem", str(self.torch / "include")]
         torch += [f"-ffile-prefix-map={self.torch}=torch"]  # else __FILE__ in its headers names this machine's folders
-        have_isas = [f"-DHALFBYTE_HAVE_ISA_{name.upper()}" for name in isas]
+        have_isas = [f"-DHALFBYTE_ISAS={' '.join(f'X({name})' for name in isas)}"]
         extra = [*sanitizer_flags(), *shlex.split(os.environ.get("CXXFLAGS", ""))]
         host = [*compiler, *COMMON_FLAGS, *CXX_FLAGS]
         steps = []

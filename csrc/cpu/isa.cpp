@@ -12,42 +12,22 @@
 #if defined(__x86_64__)
 #include <cpuid.h>
 #endif
-#if defined(__linux__) && defined(HALFBYTE_HAVE_ISA_AMX)
+#if defined(__linux__)
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-// One exported function per isa_<name>.cpp; HALFBYTE_HAVE_ISA_* is set by the build for each file it compiled.
-extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_scalar();
-#if defined(HALFBYTE_HAVE_ISA_AVX2)
-extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2();
-#endif
-#if defined(HALFBYTE_HAVE_ISA_AVX2_VNNI)
-extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx2_vnni();
-#endif
-#if defined(HALFBYTE_HAVE_ISA_AVX512_BASE)
-extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512_base();
-#endif
-#if defined(HALFBYTE_HAVE_ISA_AVX512_VNNI)
-extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512_vnni();
-#endif
-#if defined(HALFBYTE_HAVE_ISA_AVX512)
-extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_avx512();
-#endif
-#if defined(HALFBYTE_HAVE_ISA_AMX)
-extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_amx();
-#endif
+// HALFBYTE_ISAS: X(name) for every isa_<name>.cpp that the build compiled, the best last. Each exports one function.
+#define X(name) extern "C" const halfbyte::cpu::Kernels* halfbyte_kernels_##name();
+HALFBYTE_ISAS
+#undef X
 
 namespace halfbyte::cpu {
 namespace {
 
-struct Candidate {
-  const char* name;
-  bool (*supported)();
-  const Kernels* (*table)();
-};
+bool has_scalar() { return true; }
 
-// Each asks for exactly the flags of setup.py that its isa_<name>.cpp is compiled with.
+// The others ask for exactly the flags of setup.py that their isa_<name>.cpp is compiled with.
 #if defined(__x86_64__)
 [[maybe_unused]] bool has_avx2() {
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
@@ -65,11 +45,8 @@ struct Candidate {
 [[maybe_unused]] bool has_avx512() {
   return has_avx512_vnni() && __builtin_cpu_supports("avx512vbmi") && __builtin_cpu_supports("avx512bf16");
 }
-#endif
-
-#if defined(HALFBYTE_HAVE_ISA_AMX)
 // Tiles with bf16 and int8, enabled by the system, and permitted: a process must ask Linux once for the 8 KiB of state.
-bool has_amx() {
+[[maybe_unused]] bool has_amx() {
 #if defined(__linux__)
   constexpr unsigned kTile = 1u << 24, kBFloat16 = 1u << 22, kInt8 = 1u << 25, kXSave = 1u << 27, kTileState = 3u << 17;
   unsigned a, b, c, d;
@@ -84,28 +61,15 @@ bool has_amx() {
 }
 #endif
 
-// Best first.
-const Candidate kCandidates[] = {
-#if defined(HALFBYTE_HAVE_ISA_AMX)
-    {"amx", has_amx, halfbyte_kernels_amx},
-#endif
-#if defined(HALFBYTE_HAVE_ISA_AVX512)
-    {"avx512", has_avx512, halfbyte_kernels_avx512},
-#endif
-#if defined(HALFBYTE_HAVE_ISA_AVX512_VNNI)
-    {"avx512_vnni", has_avx512_vnni, halfbyte_kernels_avx512_vnni},
-#endif
-#if defined(HALFBYTE_HAVE_ISA_AVX512_BASE)
-    {"avx512_base", has_avx512_base, halfbyte_kernels_avx512_base},
-#endif
-#if defined(HALFBYTE_HAVE_ISA_AVX2_VNNI)
-    {"avx2_vnni", has_avx2_vnni, halfbyte_kernels_avx2_vnni},
-#endif
-#if defined(HALFBYTE_HAVE_ISA_AVX2)
-    {"avx2", has_avx2, halfbyte_kernels_avx2},
-#endif
-    {"scalar", [] { return true; }, halfbyte_kernels_scalar},
+struct Candidate {
+  const char* name;
+  bool (*supported)();
+  const Kernels* (*table)();
 };
+
+#define X(name) {#name, has_##name, halfbyte_kernels_##name},
+constexpr Candidate kCandidates[] = {HALFBYTE_ISAS};
+#undef X
 
 const Kernels* choose() {
 #if defined(__x86_64__)
@@ -114,13 +78,13 @@ const Kernels* choose() {
   const char* forced = std::getenv("HALFBYTE_CPU_ISA");
   const std::string wanted = forced ? forced : "";
   std::string known;
-  for (const Candidate& candidate : kCandidates) {
-    if (wanted.empty() ? candidate.supported() : wanted == candidate.name) {
-      if (!candidate.supported())
+  for (auto candidate = std::rbegin(kCandidates); candidate != std::rend(kCandidates); ++candidate) {
+    if (wanted.empty() ? candidate->supported() : wanted == candidate->name) {
+      if (!candidate->supported())
         throw std::invalid_argument("HALFBYTE_CPU_ISA=" + wanted + ": this CPU does not have it");
-      return candidate.table();
+      return candidate->table();
     }
-    known += (known.empty() ? "" : ", ") + std::string(candidate.name);
+    known += (known.empty() ? "" : ", ") + std::string(candidate->name);
   }
   throw std::invalid_argument("HALFBYTE_CPU_ISA=" + wanted + ": unknown, this build has " + known);
 }
