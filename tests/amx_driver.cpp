@@ -4,7 +4,9 @@
 
 #include "cpu/linear_bfloat16_avx512.h"
 
-#include "cpu/int8_linear_avx512.h"
+#include "cpu/int8_vectors_avx512.h"
+
+#include "cpu/int8_linear_vnni.h"
 
 #if defined(HALFBYTE_EMULATE_AMX)
 #include "cpu/linear_amx.h"

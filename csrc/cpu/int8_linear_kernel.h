@@ -1,5 +1,5 @@
 // int8_linear: integer products of quantized activations and packed int8 rows, scaled in the epilogue. Included once per ISA,
-// after linear_tiled.h (whose products it runs on integers) and int8_linear_<isa>.h.
+// after linear_tiled.h (whose products it runs on integers) and one of int8_linear_{scalar,words,vnni}.h.
 //
 // y = round(float(sum) * (token factor * row factor) + bias), every operation rounded to fp32: the same bits everywhere.
 #pragma once

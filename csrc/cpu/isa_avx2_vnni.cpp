@@ -6,7 +6,9 @@
 
 #include "linear_int16_avx2.h"
 
-#include "int8_linear_avx2_vnni.h"
+#include "int8_vectors_avx2.h"
+
+#include "int8_linear_vnni.h"
 
 namespace halfbyte::cpu {
 namespace {

@@ -4,7 +4,9 @@
 
 #include "linear_decode_avx512.h"
 
-#include "int8_linear_avx512_base.h"
+#include "int8_vectors_avx512.h"
+
+#include "int8_linear_words.h"
 
 namespace halfbyte::cpu {
 namespace {

@@ -5,7 +5,9 @@
 
 #include "linear_decode_avx512.h"
 
-#include "int8_linear_avx512.h"
+#include "int8_vectors_avx512.h"
+
+#include "int8_linear_vnni.h"
 
 namespace halfbyte::cpu {
 namespace {

@@ -1,0 +1,39 @@
+// Vectors of codes and of int32 for int8_linear with AVX-512, and VNNI where the file is compiled for it.
+#pragma once
+
+#include <immintrin.h>
+
+#include "simd/scalar.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+constexpr int kBytes = 64;
+using Bytes = __m512i;
+typedef int32_t Int32s __attribute__((vector_size(64)));
+
+inline Bytes load_bytes(const void* p) { return _mm512_loadu_si512(p); }
+inline void store_bytes(void* p, Bytes v) { _mm512_storeu_si512(p, v); }
+// `count` bytes, then zeros.
+inline Bytes load_first_bytes(const void* p, int64_t count) {
+  return _mm512_maskz_loadu_epi8(__mmask64((uint64_t(1) << count) - 1u), p);
+}
+inline Bytes splat_byte(uint8_t byte) { return _mm512_set1_epi8(int8_t(byte)); }
+inline Bytes broadcast_unit(const float* p) { return _mm512_castps_si512(_mm512_set1_ps(*p)); }
+inline int32_t sum_of_lanes(Int32s v) { return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(v)); }
+
+// Codes as int16.
+inline Bytes widened(const void* codes) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(codes))); }
+inline Int32s multiply_words(Bytes a, Bytes b) { return reinterpret_cast<Int32s>(_mm512_madd_epi16(a, b)); }
+
+#if defined(__AVX512VNNI__)
+// The instruction itself: through the intrinsic, whose casts of the sum g++ 12 does not see through, every sum was stored and copied at
+// each step, and the micro-kernel ran at half its speed.
+inline Int32s dot_unsigned_signed(Int32s sum, Bytes u, Bytes s) {
+  asm("vpdpbusd %2, %1, %0" : "+v"(sum) : "v"(u), "v"(s));
+  return sum;
+}
+#endif
+
+}  // namespace
+}  // namespace halfbyte::cpu
