@@ -207,14 +207,13 @@ struct Decoder<BFloat16Pairs, codes> {
 
 // 128 columns of rows n (even) and n + 1 (odd) as pairs: column c of `out` holds both rows' elements. Order is kept.
 inline void interleave(const __m512i* even, const __m512i* odd, __m512i* out) {
+  const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
+                                       39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+  const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    const __m512i low_even = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(even[i]));
-    const __m512i low_odd = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(odd[i]));
-    const __m512i high_even = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(even[i], 1));
-    const __m512i high_odd = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(odd[i], 1));
-    out[2 * i] = _mm512_or_si512(low_even, _mm512_slli_epi32(low_odd, 16));
-    out[2 * i + 1] = _mm512_or_si512(high_even, _mm512_slli_epi32(high_odd, 16));
+    out[2 * i] = _mm512_permutex2var_epi16(even[i], low, odd[i]);
+    out[2 * i + 1] = _mm512_permutex2var_epi16(even[i], high, odd[i]);
   }
 }
 
