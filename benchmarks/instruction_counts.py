@@ -59,7 +59,7 @@ def collected(program: Path, case: str, rows: int) -> tuple[int, int]:
 
 def per_element(program: Path, case: str, isa: str) -> float | None:
     """Instructions per element; None where the instruction set has no such kernel."""
-    count = stepped if isa.startswith("avx512") else collected
+    count = collected if isa in ("scalar", "avx2") else stepped  # what valgrind knows
     (few, less), (many, more) = (count(program, case, rows) for rows in ROWS)
     return (more - less) / (many - few) if many > few else None
 
