@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from collections.abc import Callable
@@ -155,13 +156,20 @@ def main(rank: int, port: str, directory: str) -> None:
     torch.set_num_threads(1)
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}
     dist.init_process_group("gloo")
+    check(rank, directory)
+    dist.barrier()
+    # Modules in reference cycles hold the group: its threads would outlive it, and may abort an interpreter on its way out
+    # (pytorch#190489).
+    gc.collect()
+    dist.destroy_process_group()
+
+
+def check(rank: int, directory: str) -> None:
     mesh = init_device_mesh("cpu", (2,))
     for name in OPTIMIZERS:
         check_fsdp2(name, directory, mesh)
     check_fused_backward(rank, mesh)
     check_ddp(rank)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 if __name__ == "__main__":
