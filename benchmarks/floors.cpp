@@ -9,7 +9,6 @@
 #endif
 
 #include <cstdint>
-#include <cstring>
 #include <thread>
 #include <vector>
 

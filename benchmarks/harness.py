@@ -51,10 +51,9 @@ PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
 TURN_CALLS, TURN_SECONDS = 5, 0.05  # a turn's timed calls: at most so many, none after so long
 # Hold torch's own kernels, oneDNN and MKL to what a machine without AVX-512 has; bitsandbytes has no such switch.
 HELD_TO_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
-# What floors.cpp may use there.
-V3 = ["-march=x86-64-v3", "-mtune=native"]
-FLOOR_FLAGS = {"avx2": V3, "avx2_vnni": [*V3, "-mavxvnni"]}
 HELD = {"scalar": HELD_TO_AVX2, "avx2": HELD_TO_AVX2, "avx2_vnni": HELD_TO_AVX2 | {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}}
+# What floors.cpp may use there; -march=native elsewhere.
+FLOOR_FLAGS = {"avx2": ["-march=x86-64-v3"], "avx2_vnni": ["-march=x86-64-v3", "-mavxvnni"]}
 
 # (N, K) of the linear layers in a decoder block of SmolLM2-135M: where a call costs as much as a matrix.
 SMALL_BLOCK = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]

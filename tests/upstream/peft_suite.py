@@ -159,7 +159,8 @@ def main() -> None:
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
         with tarfile.open(args.sdist) as archive:
-            archive.extractall(temporary, **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # 3.11.4
+            filters = {"filter": "data"} if hasattr(tarfile, "data_filter") else {}  # there since Python 3.11.4
+            archive.extractall(temporary, **filters)
         where = next(Path(temporary).glob("peft-*"))
         (where / "src").rename(where / "src-unused")  # the installed package is what is tested
         (where / "tests/__init__.py").touch()
