@@ -3,36 +3,24 @@
 // per ISA, after linear_decode_<isa>.h and int8_vectors_<isa>.h.
 #pragma once
 
+#include "int8_products.h"
+
 namespace halfbyte::cpu {
 namespace {
 
 // Along K: a vector of weights a step, made unsigned (one exclusive or for all tokens).
-struct Int8Dot {
+struct Int8Dot : Int8Vectors {
   static constexpr int kStep = kBytes;
   static constexpr int kWeightOffset = 128;
   using Code = int8_t;
-  using Values = Bytes;
-  using Sum = Int32s;
-  static Sum zero() { return Sum{}; }
   static Values weights(const uint8_t* codes) { return load_bytes(codes) ^ splat_byte(0x80); }
   static Sum multiply_add(Values w, const Code* x, Sum sum) { return dot_unsigned_signed(sum, w, load_bytes(x)); }
-  static int32_t total(Sum sum) { return sum_of_lanes(sum); }
 };
 
 // linear's micro-kernel on units of 4 codes; the activations are the unsigned side.
-struct Int8Units {
+struct Int8Units : Int8Vectors {
   static constexpr int kUnitElements = 4;
   using Code = uint8_t;
-  using Values = Bytes;
-  using Sum = Int32s;
-  static Sum load_sums(const float* p) {
-    Sum v;
-    memcpy(&v, p, sizeof v);
-    return v;
-  }
-  static void store_sums(float* p, Sum v) { memcpy(p, &v, sizeof v); }
-  static Values load(const float* p) { return load_bytes(p); }
-  static Values broadcast(const float* p) { return broadcast_unit(p); }
   static Sum multiply_add(Values weight, Values x, Sum sum) { return dot_unsigned_signed(sum, x, weight); }
   static void activations(const uint8_t* codes, Code* out) {
     uint32_t unit;

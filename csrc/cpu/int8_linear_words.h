@@ -3,36 +3,24 @@
 // int8_vectors_<isa>.h.
 #pragma once
 
+#include "int8_products.h"
+
 namespace halfbyte::cpu {
 namespace {
 
 // Along K: a vector of widened weights a step.
-struct Int8Dot {
+struct Int8Dot : Int8Vectors {
   static constexpr int kStep = kBytes / 2;
   static constexpr int kWeightOffset = 0;
   using Code = int16_t;
-  using Values = Bytes;
-  using Sum = Int32s;
-  static Sum zero() { return Sum{}; }
   static Values weights(const uint8_t* codes) { return widened(codes); }
   static Sum multiply_add(Values w, const Code* x, Sum sum) { return sum + multiply_words(w, load_bytes(x)); }
-  static int32_t total(Sum sum) { return sum_of_lanes(sum); }
 };
 
 // linear's micro-kernel on units of 2 codes as int16.
-struct Int8Units {
+struct Int8Units : Int8Vectors {
   static constexpr int kUnitElements = 2;
   using Code = int16_t;
-  using Values = Bytes;
-  using Sum = Int32s;
-  static Sum load_sums(const float* p) {
-    Sum v;
-    memcpy(&v, p, sizeof v);
-    return v;
-  }
-  static void store_sums(float* p, Sum v) { memcpy(p, &v, sizeof v); }
-  static Values load(const float* p) { return load_bytes(p); }
-  static Values broadcast(const float* p) { return broadcast_unit(p); }
   static Sum multiply_add(Values weight, Values x, Sum sum) { return sum + multiply_words(weight, x); }
   static void activations(const uint8_t* codes, Code* out) {
     out[0] = int8_t(codes[0]);

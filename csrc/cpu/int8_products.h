@@ -1,0 +1,23 @@
+// What int8_linear's products have in common, with VNNI and without. Included once per ISA, after int8_vectors_<isa>.h.
+#pragma once
+
+namespace halfbyte::cpu {
+namespace {
+
+struct Int8Vectors {
+  using Values = Bytes;
+  using Sum = Int32s;
+  static Sum zero() { return Sum{}; }
+  static int32_t total(Sum sum) { return sum_of_lanes(sum); }
+  static Sum load_sums(const float* p) {
+    Sum v;
+    memcpy(&v, p, sizeof v);
+    return v;
+  }
+  static void store_sums(float* p, Sum v) { memcpy(p, &v, sizeof v); }
+  static Values load(const float* p) { return load_bytes(p); }
+  static Values broadcast(const float* p) { return broadcast_unit(p); }
+};
+
+}  // namespace
+}  // namespace halfbyte::cpu
