@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import socket
 import subprocess
 import sys
@@ -42,7 +43,7 @@ def run_ranks(
     }
     processes = [
         subprocess.Popen(
-            [sys.executable, str(script), *arguments],
+            [sys.executable, __file__, str(script), *arguments],
             env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -73,4 +74,15 @@ def gloo_group() -> Iterator[int]:
     dist.init_process_group("gloo")
     yield dist.get_rank()
     dist.barrier()
-    dist.destroy_process_group()  # or torch may abort the interpreter on its way out (pytorch#190489)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":  # one rank: SCRIPT ARGUMENTS...
+    del sys.argv[0]
+    sys.path[0] = str(Path(sys.argv[0]).parent)
+    runpy.run_path(sys.argv[0], run_name="__main__")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Not by the interpreter's own end: a group that a mesh or a module holds outlives its destruction, and one of its
+    # threads that still has a tensor to let go of then aborts the process, in one of many hundred runs (pytorch#190489).
+    os._exit(0)

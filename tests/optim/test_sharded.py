@@ -2,47 +2,24 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import two_ranks
+from ranks import run_ranks
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from halfbyte.optim import AdamW8bit, annotate_fsdp1
 from halfbyte.optim.sharding import GlobalPiece, is_eligible
 
-HERE = Path(__file__).parent
-
 
 def test_two_ranks_then_one(tmp_path: Path) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    env = {**os.environ, "PYTHONPATH": str(HERE.parents[1])}
-    command = [sys.executable, str(HERE / "two_ranks.py")]
-    ranks = [
-        subprocess.Popen([*command, str(r), port, str(tmp_path)], env=env, stderr=subprocess.PIPE, text=True)
-        for r in range(2)
-    ]
-    try:
-        errors = [rank.communicate(timeout=180)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
+    run_ranks(Path(two_ranks.__file__), str(tmp_path))
 
     # The same script's model and gradients, in this process alone.
-    sys.path.insert(0, str(HERE))
-    try:
-        import two_ranks
-    finally:
-        sys.path.remove(str(HERE))
     for name, build in two_ranks.OPTIMIZERS.items():
         single, loaded = two_ranks.model(name), two_ranks.model(name)
         reference, resumed = build(single.parameters()), build(loaded.parameters())

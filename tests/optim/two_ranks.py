@@ -1,17 +1,15 @@
-"""One of two ranks on gloo: `python tests/optim/two_ranks.py RANK PORT DIRECTORY`; started by test_sharded.py."""
+"""One of two ranks on gloo: DIRECTORY is its argument; started by test_sharded.py."""
 
 from __future__ import annotations
 
-import gc
-import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from ranks import gloo_group
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
@@ -152,25 +150,14 @@ def check_ddp(rank: int) -> None:
         assert q.grad is None
 
 
-def main(rank: int, port: str, directory: str) -> None:
-    torch.set_num_threads(1)
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "RANK": str(rank), "WORLD_SIZE": "2"}
-    dist.init_process_group("gloo")
-    check(rank, directory)
-    dist.barrier()
-    # Modules in reference cycles hold the group: its threads would outlive it, and may abort an interpreter on its way out
-    # (pytorch#190489).
-    gc.collect()
-    dist.destroy_process_group()
-
-
-def check(rank: int, directory: str) -> None:
-    mesh = init_device_mesh("cpu", (2,))
-    for name in OPTIMIZERS:
-        check_fsdp2(name, directory, mesh)
-    check_fused_backward(rank, mesh)
-    check_ddp(rank)
+def main(directory: str) -> None:
+    with gloo_group() as rank:
+        mesh = init_device_mesh("cpu", (2,))
+        for name in OPTIMIZERS:
+            check_fsdp2(name, directory, mesh)
+        check_fused_backward(rank, mesh)
+        check_ddp(rank)
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), sys.argv[2], sys.argv[3])
+    main(sys.argv[1])
