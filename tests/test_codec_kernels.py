@@ -67,8 +67,8 @@ def hard_rows(K: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
     return x.to(dtype)
 
 
-def near_thresholds(format: str, rows: int = 8, K: int = 4096) -> Tensor:
-    """(rows, K) fp32 a few ulps around every decision, times an absmax that is in every block."""
+def near_thresholds(format: str, rows: int = 8, K: int = 4096, spread: float = 0.0) -> Tensor:
+    """(rows, K) fp32 a few ulps (or `spread` of absmax) around every decision, times an absmax that is in every block."""
     generator = torch.Generator().manual_seed(0)
     f = Format.parse(format)
     if f.bits == 4:
@@ -86,6 +86,7 @@ def near_thresholds(format: str, rows: int = 8, K: int = 4096) -> Tensor:
     sign = torch.randint(0, 2, pick.shape, generator=generator) * 2.0 - 1 if f.codebook == "fp4" else 1.0
     x = edges[pick] * absmax * sign
     x.view(torch.int32).add_(torch.randint(-3, 4, x.shape, generator=generator, dtype=torch.int32))
+    x += (torch.rand(x.shape, generator=generator) * 2 - 1) * spread * absmax
     x[..., 0] = absmax[..., 0]
     return x.reshape(rows, K)
 
@@ -115,6 +116,8 @@ def test_quantize_near_thresholds(format: str) -> None:
     assert not torch.equal(expected, reference.quantize(x * (1 - 2**-20), format)), "the values decide nothing"
     for dtype in DTYPES[1:]:
         assert torch.equal(quantize(x.to(dtype), format), reference.quantize(x.to(dtype), format))
+    for x in (near_thresholds(format, spread=spread) for spread in (2**-15, 2**-13, 2**-10)):  # codes are found by words
+        assert torch.equal(quantize(x, format), reference.quantize(x, format))
 
 
 @pytest.mark.parametrize("format", ALL_FORMATS)

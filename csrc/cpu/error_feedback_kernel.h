@@ -171,6 +171,11 @@ inline void round_panel(const FeedbackArgs& a, int64_t K, int64_t begin, int64_t
   for (; k < K; ++k) carry_columns<1>(errors, factor + k, K, end - begin, w + k * kTile);
 }
 
+inline int64_t block_count(const RowLayout& l, int64_t block) {
+  const int64_t left = l.in_features - block * l.block_size;
+  return left < l.block_size ? left : l.block_size;
+}
+
 template <int32_t Format>
 [[gnu::noinline]] void run_tile(const FeedbackArgs& a, const RowLayout& l, int64_t first, int64_t rows, float* w) {
   const int64_t K = l.in_features;
