@@ -23,6 +23,7 @@ COLUMNS = {
     "avx512": "avx512, Zen 4",
     "avx512_vnni": "avx512_vnni",
     "avx2": "avx2, Zen 3",
+    "avx2_zen5": "avx2, forced on Zen 5",
     "avx2_vnni": "avx2_vnni, forced on Zen 5",
     "scalar": "scalar",
 }
@@ -108,9 +109,9 @@ def main() -> None:
     title = (
         "Targets of the CPU kernels beside the measured ratios (peer's time over ours) and shares of the floors; at most: "
         "what the slowest floor allows, where ours takes less than twice its time. Results of "
-        f"the other sections. {machines}; scalar and avx2_vnni are forced on a machine that has more: halfbyte by "
-        "HALFBYTE_CPU_ISA, torch by its own switches, bitsandbytes, which has none, not at all; \"dense\" is the "
-        "faster of torch's products in bf16 and in fp32."
+        f"the other sections. {machines}; columns that say so, and scalar, are forced on a machine that has more: "
+        "halfbyte by HALFBYTE_CPU_ISA, torch by its own switches, bitsandbytes, which has none, not at all; \"dense\" is "
+        "the faster of torch's products in bf16 and in fp32."
     )
     environment = next(env for name, env in sorted(used.items()) if name.endswith("-avx512_zen5.json"))
     content = {"benchmark": "cpu-targets", "environment": environment, "title": title, "columns": columns, "rows": rows}
