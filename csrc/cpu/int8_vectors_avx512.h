@@ -20,7 +20,14 @@ inline Bytes load_first_bytes(const void* p, int64_t count) {
 }
 inline Bytes splat_byte(uint8_t byte) { return _mm512_set1_epi8(int8_t(byte)); }
 inline Bytes broadcast_unit(const float* p) { return _mm512_castps_si512(_mm512_set1_ps(*p)); }
-inline int32_t sum_of_lanes(Int32s v) { return _mm512_reduce_add_epi32(reinterpret_cast<__m512i>(v)); }
+// Modulo 2^32, as VNNI's biased products need it: _mm512_reduce_add_epi32 adds signed numbers, whose overflow is undefined.
+inline int32_t sum_of_lanes(Int32s v) {
+  const auto sum = reinterpret_cast<__m512i>(v);
+  const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(sum), _mm512_extracti64x4_epi64(sum, 1));
+  __m128i s = _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+  s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
+  return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
+}
 
 // Codes as int16.
 inline Bytes widened(const void* codes) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(codes))); }
