@@ -139,8 +139,8 @@ class CodeRows {
  public:
   static constexpr int64_t kLineUnits = 64 / kElements;
 
-  CodeRows(const RowLayout& layout, int64_t tokens, const float* token_factors, const LinearOutput& output)
-      : l(layout), tokens(tokens), token_factors(token_factors), output(output) {}
+  CodeRows(const RowLayout& layout, const float* token_factors, const LinearOutput& output)
+      : l(layout), token_factors(token_factors), output(output) {}
 
   static int64_t codes_at(int64_t unit) { return unit * kElements; }
 
@@ -160,23 +160,24 @@ class CodeRows {
       for (int64_t i = 0; i < count * kElements; i += 64) prefetch(next + codes_at(next_unit) + i);
   }
 
-  void finish(int64_t n0, int64_t rows, float* sums) const {
-    for (int64_t m0 = 0; m0 < tokens; m0 += kLanes) {
+  Target target(int64_t n0, int64_t rows, int64_t m0) const { return target_of(output, m0, n0, rows); }
+
+  void finish(int64_t n0, int64_t rows, int64_t first, int64_t count, const L::Sums& sums) const {
+    for (int64_t m0 = 0; m0 < count; m0 += kLanes) {
       float of_tokens[kLanes] = {};  // sums of tokens past the end are whatever the padded tile gave
-      memcpy(of_tokens, token_factors + m0, size_t(m0 + kLanes < tokens ? kLanes : tokens - m0) * sizeof(float));
+      memcpy(of_tokens, token_factors + first + m0, size_t(m0 + kLanes < count ? kLanes : count - m0) * sizeof(float));
       for (int64_t r = 0; r < rows; ++r) {
-        float* at = sums + L::sums_at(r, m0);
+        float* at = sums.at(r, m0);
         int32_t integers[kLanes];
         memcpy(integers, at, sizeof integers);
         for (int m = 0; m < kLanes; ++m) at[m] = int8_result(integers[m], offset[r], of_tokens[m], factors[r]);
       }
     }
-    store_turned<Int8Units>(sums, tokens, n0, rows, output);
+    store_turned<Int8Units>(sums, first, count, n0, rows, output);
   }
 
  private:
   const RowLayout& l;
-  const int64_t tokens;
   const float* const token_factors;
   const LinearOutput& output;
   uint32_t offset[L::kMany.rows];
@@ -185,7 +186,7 @@ class CodeRows {
 
 void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units,
                 const float* factors, int64_t tokens, const LinearOutput& output, void* scratch) {
-  CodeRows rows(l, tokens, factors, output);
+  CodeRows rows(l, factors, output);
   walk_panels<Int8Units>(packed, row_begin, row_end, l.row_bytes, units, tokens, int8_units(l), scratch, rows);
 }
 

@@ -40,9 +40,10 @@ struct BackwardLayout {
     int64_t stride;
     Ahead next;  // of the next panel, which come from L3
   };
-  // Every panel loads and stores all sums, one of many units the least often. With few tokens reading the weight counts, and 256
-  // columns of a row are 2 cache lines in a page of their own.
-  static constexpr BackwardShape kMany{256, 512}, kFew{1024, 128};
+  // Every panel loads and stores all sums, one of many units the least often, and every pass over the rows finds their scales and reads
+  // the gradients anew; K = 576 takes one of pairs. (Of floats, twice as much, 256 columns fill L2.) With few tokens reading the weight
+  // counts, and 256 columns of a row are 2 cache lines in a page of their own.
+  static constexpr BackwardShape kMany{Product::kUnitElements == 2 ? 640 : 256, 512}, kFew{1024, 128};
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
   static constexpr int64_t kTokensTogether = 1;
 
@@ -142,36 +143,41 @@ void pack_gradients(const T* matrix, int64_t tokens, int64_t columns, int64_t be
   }
 }
 
-// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, out) writes `columns` elements of row n in decode
-// order.
+// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, out) writes `groups` groups of row n in decode order; one
+// row after the other, as they lie in memory: of two at once the CPU would not see what comes next.
 template <class Product, class Row>
-inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t columns, const BackwardShape& shape, float* panel,
+inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t groups, const BackwardShape& shape, float* panel,
                        const Row& row) {
+  using Values = typename Product::Values;
   constexpr int kElements = Product::kUnitElements;
-  constexpr int64_t kRun = BackwardLayout<Product>::kRun;
+  constexpr int64_t kRun = BackwardLayout<Product>::kRun, kFloats = kGroup / kElements;
+  static_assert(kGroup == 8 * kLanes);
+  static_assert(kGroup % kRun == 0);
   alignas(64) float decoded[kElements][BackwardLayout<Product>::kFew.columns / kElements];
+  const int64_t run_floats = kRun * shape.padded_units();
   for (int64_t u = 0; u < units; ++u) {
     for (int e = 0; e < kElements; ++e) {
       const int64_t n = n0 + u * kElements + e;
       if (n < rows) row(n, decoded[e]);
       else memset(decoded[e], 0, sizeof decoded[e]);
     }
-    for (int64_t c = 0; c < columns; c += 8 * kLanes) {
-      typename Product::Values v[8];
+    float* to = panel + u * kRun;
+    for (int64_t g = 0; g < groups; ++g, to += kGroup / kRun * run_floats) {
+      Values v[8];
       if constexpr (kElements == 2) {
-        typename Product::Values even[4], odd[4];
+        Values even[4], odd[4];
+#pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-          even[i] = Product::load(decoded[0] + c / 2 + i * kLanes);
-          odd[i] = Product::load(decoded[1] + c / 2 + i * kLanes);
+          even[i] = Product::load(decoded[0] + g * kFloats + i * kLanes);
+          odd[i] = Product::load(decoded[1] + g * kFloats + i * kLanes);
         }
         interleave(even, odd, v);
       } else {
-        for (int i = 0; i < 8; ++i) v[i] = Product::load(decoded[0] + c + i * kLanes);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; ++i) v[i] = Product::load(decoded[0] + g * kFloats + i * kLanes);
       }
-      for (int i = 0; i < 8; ++i) {
-        const int64_t column = c + i * kLanes;
-        store_values(panel + column / kRun * kRun * shape.padded_units() + u * kRun + column % kRun, v[i]);
-      }
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) store_values(to + i * kLanes / kRun * run_floats + i * kLanes % kRun, v[i]);
     }
   }
 }
@@ -207,7 +213,8 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
   constexpr int64_t kGroupUnits = kGroup / kElements;
   const Decoder<Product, codes> decoder(l);
   const BackwardShape& shape = backward_shape<Product>(tokens);
-  const int64_t column_groups = shape.columns / kGroup;
+  const int64_t all_groups = group_end - group_begin, most_groups = shape.columns / kGroup;
+  const int64_t passes = (all_groups + most_groups - 1) / most_groups, column_groups = (all_groups + passes - 1) / passes;
   [[maybe_unused]] const typename Layout<Product>::Scope scope{};
   float* panel = static_cast<float*>(scratch);
   float* sums = panel + shape.panel_floats();
@@ -221,7 +228,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
       const int64_t reduced = round_up(units_of<Product>(reduced_rows), kUnitMultiple<Product>);
       for (int64_t u0 = 0; u0 < reduced; u0 += shape.units, first = false) {
         const int64_t units = u0 + shape.units < reduced ? shape.units : reduced - u0;
-        fill_panel<Product>(reduced_rows, u0 * kElements, units, columns, shape, panel, row);
+        fill_panel<Product>(reduced_rows, u0 * kElements, units, groups, shape, panel, row);
         const auto a = L::gradients(shape, static_cast<const float*>(grads), tokens, reduced, u0);
         L::multiply(shape, a, tokens, units, panel, columns, sums, first);
       }

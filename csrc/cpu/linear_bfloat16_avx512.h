@@ -38,6 +38,11 @@ struct BFloat16Pairs {
 #if !defined(HALFBYTE_EMULATE_BF16)
   // vdpbf16ps and tdpbf16ps give no subnormal sums, which this instruction would flush.
   static void store_rounded(BFloat16* out, Sum low, Sum high) { _mm512_storeu_si512(out, round_pair(low, high)); }
+  static Vector round_pairs(Sum even, Sum odd) {
+    const __m512i places = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8,  //
+                                            23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+    return _mm512_castsi512_ps(_mm512_permutexvar_epi16(places, round_pair(even, odd)));
+  }
 #endif
   static Values load(const float* p) { return _mm512_loadu_si512(p); }
   static Values broadcast(const float* p) {

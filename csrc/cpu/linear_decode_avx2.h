@@ -33,6 +33,7 @@ struct Float32 {
 
 inline Vector zero_vector() { return _mm256_setzero_ps(); }
 inline void store_values(float* p, Vector v) { _mm256_storeu_ps(p, v); }
+inline Vector join_lower_halves(Vector a, Vector b) { return _mm256_permute2f128_ps(a, b, 0x20); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline Vector keep_lanes(Vector v, uint32_t bits) {
   const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
@@ -45,24 +46,40 @@ inline float horizontal_sum(Vector v) {
   return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
 }
 
-// A block of kLanes x kLanes units, transposed.
-inline void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
-  __m256 row[8], pair[8];
-  for (int i = 0; i < 8; ++i) row[i] = _mm256_loadu_ps(from + i * from_stride);
+// A block of kLanes x kLanes units, transposed: put(i, column i) of rows row(0) to row(7).
+template <class Row, class Put>
+[[gnu::always_inline]] inline void turn_rows(const Row& row, const Put& put) {
+  __m256 a[8], b[8];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; ++i) a[i] = row(i);
+#pragma GCC unroll 4
   for (int i = 0; i < 8; i += 2) {
-    pair[i] = _mm256_unpacklo_ps(row[i], row[i + 1]);
-    pair[i + 1] = _mm256_unpackhi_ps(row[i], row[i + 1]);
+    b[i] = _mm256_unpacklo_ps(a[i], a[i + 1]);
+    b[i + 1] = _mm256_unpackhi_ps(a[i], a[i + 1]);
   }
+#pragma GCC unroll 2
   for (int i = 0; i < 8; i += 4) {
-    row[i] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0x44);
-    row[i + 1] = _mm256_shuffle_ps(pair[i], pair[i + 2], 0xEE);
-    row[i + 2] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0x44);
-    row[i + 3] = _mm256_shuffle_ps(pair[i + 1], pair[i + 3], 0xEE);
+    a[i] = _mm256_shuffle_ps(b[i], b[i + 2], 0x44);
+    a[i + 1] = _mm256_shuffle_ps(b[i], b[i + 2], 0xEE);
+    a[i + 2] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0x44);
+    a[i + 3] = _mm256_shuffle_ps(b[i + 1], b[i + 3], 0xEE);
   }
+#pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
-    _mm256_storeu_ps(to + i * to_stride, _mm256_permute2f128_ps(row[i], row[i + 4], 0x20));
-    _mm256_storeu_ps(to + (i + 4) * to_stride, _mm256_permute2f128_ps(row[i], row[i + 4], 0x31));
+    put(i, _mm256_permute2f128_ps(a[i], a[i + 4], 0x20));
+    put(i + 4, _mm256_permute2f128_ps(a[i], a[i + 4], 0x31));
   }
+}
+
+inline void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
+  turn_rows([&](int i) __attribute__((always_inline)) { return _mm256_loadu_ps(from + i * from_stride); },
+            [&](int i, __m256 column) __attribute__((always_inline)) { _mm256_storeu_ps(to + i * to_stride, column); });
+}
+
+// Sums of two rows, rounded as from_float does, in dwords: the first row's in the low words.
+template <class T>
+inline Vector rounded_pairs(Vector even, Vector odd) {
+  return _mm256_castsi256_ps(narrow_pairs<T>(narrowable<T>(even), narrowable<T>(odd)));
 }
 
 // 4-bit groups come out as 4 vectors of even elements, then 4 of odd ones; inside, as byte unpacking leaves them.

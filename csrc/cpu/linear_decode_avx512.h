@@ -35,6 +35,8 @@ struct Float32 {
 inline Vector zero_vector() { return _mm512_setzero_ps(); }
 inline void store_values(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
 inline void store_values(float* p, __m512i v) { _mm512_storeu_si512(p, v); }
+inline __m512i join_lower_halves(__m512i a, __m512i b) { return _mm512_inserti64x4(a, _mm512_castsi512_si256(b), 1); }
+inline __m512 join_lower_halves(__m512 a, __m512 b) { return _mm512_insertf32x8(a, _mm512_castps512_ps256(b), 1); }
 inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 inline Vector keep_lanes(Vector v, uint32_t bits) { return _mm512_maskz_mov_ps(__mmask16(bits), v); }
@@ -73,6 +75,12 @@ template <class Row, class Put>
     put(c + 8, _mm512_shuffle_f32x4(b[c], b[c + 8], 0xDD));
     put(c + 12, _mm512_shuffle_f32x4(b[c + 4], b[c + 12], 0xDD));
   }
+}
+
+// Sums of two rows, rounded as from_float does, in dwords: the first row's in the low words.
+template <class T>
+inline Vector rounded_pairs(Vector even, Vector odd) {
+  return _mm512_castsi512_ps(narrow_pairs<T>(narrowable<T>(even), narrowable<T>(odd)));
 }
 
 inline void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {

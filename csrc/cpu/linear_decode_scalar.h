@@ -53,10 +53,27 @@ inline Vector keep_lanes(Vector v, uint32_t bits) {
 inline float horizontal_sum(Vector v) { return (v[0] + v[1]) + (v[2] + v[3]); }
 inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
-// A block of kLanes x kLanes units, transposed.
+// A block of kLanes x kLanes units, transposed: put(i, column i) of rows row(0) to row(3).
+template <class Row, class Put>
+inline void turn_rows(const Row& row, const Put& put) {
+  const Vector rows[kLanes] = {row(0), row(1), row(2), row(3)};
+  for (int i = 0; i < kLanes; ++i) put(i, Vector{rows[0][i], rows[1][i], rows[2][i], rows[3][i]});
+}
+
 inline void turn(const float* from, int64_t from_stride, float* to, int64_t to_stride) {
-  for (int r = 0; r < kLanes; ++r)
-    for (int c = 0; c < kLanes; ++c) memcpy(to + c * to_stride + r, from + r * from_stride + c, sizeof(float));
+  turn_rows([&](int i) { return Float32::load(from + i * from_stride); },
+            [&](int i, Vector column) { store_values(to + i * to_stride, column); });
+}
+
+// Sums of two rows, rounded as from_float does, in units of two: the first row's come first.
+template <class T>
+inline Vector rounded_pairs(Vector even, Vector odd) {
+  T pairs[2 * kLanes];
+  for (int i = 0; i < kLanes; ++i) {
+    pairs[2 * i] = from_float<T>(even[i]);
+    pairs[2 * i + 1] = from_float<T>(odd[i]);
+  }
+  return Float32::load(reinterpret_cast<const float*>(pairs));
 }
 
 // Position in the decode order -> element of the group.

@@ -55,7 +55,7 @@ struct TokenBlocks {
 inline TokenBlocks token_blocks(int64_t tokens, int64_t token_bytes, const LinearArithmetic& arithmetic) {
   const auto parts = [](int64_t of, int64_t size) { return (of + size - 1) / size; };
   constexpr int64_t kMultiple = 32;  // of whole vectors and tiles
-  constexpr int64_t kOwnBytes = int64_t(1) << 20;  // of L2; larger blocks are better shared
+  constexpr int64_t kOwnBytes = int64_t(1) << 20;  // of L2, and of a thread's scratch; larger blocks are better shared
   const int64_t threads = torch::stable::get_num_threads(), D = arithmetic.decoding_tokens;
   const int64_t rounds = parts(tokens, kLinearTokens * threads), block = round_up(parts(tokens, rounds * threads), kMultiple);
   const int64_t alone = rounds * (block + D), together = (tokens + parts(tokens, kLinearTokens) * D) / threads;
@@ -167,46 +167,47 @@ inline void forward_direct(const Forward& f) {
 // More tokens, rows decoded into panels.
 inline void forward_tiled(const Forward& f) {
   const LinearKernels& table = kernels().linear;
-  const int64_t K = f.layout.in_features, padded = round_up(K, table.group), token_bytes = padded * 4 / elements_per_unit(f.compute);
+  const int64_t K = f.layout.in_features, token_bytes = round_up(K, table.group) * 4 / elements_per_unit(f.compute);
   const auto [threads, block] = token_blocks(f.tokens, token_bytes, table.in(f.compute));
   const int64_t width = round_up(block, table.tile_tokens);
-  const Tensor prepared = new_tensor(f.x, {threads * width * token_bytes}, ScalarType::Byte);
   const LowRankUnits low(f, threads * width);
-  const auto units_of = [&](int64_t thread) {
-    return static_cast<char*>(prepared.mutable_data_ptr()) + thread * width * token_bytes;
-  };
   const auto count_of = [&](int64_t m) { return std::min(f.tokens - m, block); };
   const auto tiles_of = [&](int64_t m) { return (count_of(m) + table.tile_tokens - 1) / table.tile_tokens; };
-  const auto prepare = [&](int64_t m, int64_t first_tile, int64_t end_tile, int64_t thread) {
-    table.prepare_tiled(at_row(f.x, m, K), f.dtype, count_of(m), f.layout, f.compute, first_tile, end_tile, units_of(thread));
+  const auto prepare = [&](int64_t m, int64_t first_tile, int64_t end_tile, void* units) {
+    table.prepare_tiled(at_row(f.x, m, K), f.dtype, count_of(m), f.layout, f.compute, first_tile, end_tile, units);
   };
   const auto prepare_low = [&](int64_t m, int64_t thread) {
     if (f.low)
       table.prepare_low_rank_tiled(at_row(f.low->input, m, low.rank), low.dtype, count_of(m), low.rank, f.low->factor, f.compute,
                                    low.input_at(thread * width));
   };
-  const auto multiply = [&](int64_t m, int64_t begin, int64_t end, int64_t thread) {
-    const WorkspaceLease scratch(table.scratch_bytes);
+  const auto multiply = [&](int64_t m, int64_t begin, int64_t end, int64_t thread, const void* units, void* scratch) {
     const auto addend = low.addend(thread * width);
-    table.tiled(f.packed, begin, end, f.layout, f.compute, units_of(thread), count_of(m), address(addend), f.output_at(m),
-                scratch.data());
+    table.tiled(f.packed, begin, end, f.layout, f.compute, units, count_of(m), address(addend), f.output_at(m), scratch);
   };
   if (threads > 1) {
     const int64_t blocks = (f.tokens + block - 1) / block;
     parallel_rows(threads, row_grain(block * f.rows * K), [&](int64_t first, int64_t last) {
+      // Units in the thread's own scratch: in new memory they would mostly be in another core's caches.
+      const WorkspaceLease own(table.scratch_bytes + width * token_bytes);
+      char* const units = static_cast<char*>(own.data()) + table.scratch_bytes;
       for (int64_t m = first * blocks / threads * block; m < std::min(last * blocks / threads * block, f.tokens); m += block) {
-        prepare(m, 0, tiles_of(m), first);
+        prepare(m, 0, tiles_of(m), units);
         prepare_low(m, first);
-        multiply(m, 0, f.rows, first);
+        multiply(m, 0, f.rows, first, units, own.data());
       }
     });
     return;
   }
+  const Tensor prepared = new_tensor(f.x, {width * token_bytes}, ScalarType::Byte);
+  void* const units = prepared.mutable_data_ptr();
   for (int64_t m = 0; m < f.tokens; m += block) {
-    parallel_rows(tiles_of(m), row_grain(K * table.tile_tokens), [&](int64_t begin, int64_t end) { prepare(m, begin, end, 0); });
+    parallel_rows(tiles_of(m), row_grain(K * table.tile_tokens), [&](int64_t begin, int64_t end) { prepare(m, begin, end, units); });
     prepare_low(m, 0);
-    parallel_blocks(f.rows, table.in(f.compute).block_rows, row_grain(K * count_of(m)),
-                    [&](int64_t begin, int64_t end) { multiply(m, begin, end, 0); });
+    parallel_blocks(f.rows, table.in(f.compute).block_rows, row_grain(K * count_of(m)), [&](int64_t begin, int64_t end) {
+      const WorkspaceLease scratch(table.scratch_bytes);
+      multiply(m, begin, end, 0, units, scratch.data());
+    });
   }
 }
 

@@ -27,6 +27,15 @@ inline void store_sums_rounded(T* out, Vector low, Vector high) {
   else store_rounded(out, low, high);
 }
 
+// Sums of two rows, rounded, in units of two, likewise.
+template <class Product, class T, bool kBias>
+inline Vector round_pairs(Vector even, Vector odd) {
+  if constexpr (!kBias && __is_same(T, BFloat16) && requires { Product::round_pairs(even, odd); })
+    return Product::round_pairs(even, odd);
+  else
+    return rounded_pairs<T>(even, odd);
+}
+
 template <class Product, class T, bool kBias>
 inline void store_values_of_row(const float* sums, int64_t count, const T* bias, T* out) {
   const auto store = [&](int64_t i) { out[i] = from_float<T>(kBias ? sums[i] + to_float(bias[i]) : sums[i]); };
@@ -197,6 +206,25 @@ struct Ahead {
   Ahead rows(int64_t count) const { return {line ? line + count * stride : nullptr, stride, units}; }
 };
 
+// A part of the output that is stored soon, runs of some columns: fetched while the micro-kernel works. It is often new memory, and a store
+// that misses the caches would hold up those behind it.
+struct Target {
+  const char* run;        // the first
+  int64_t stride, bytes;  // from run to run; of each
+
+  void fetch(int64_t first, int64_t end) const {
+    for (int64_t i = first; i < end; ++i) {
+      const char *begin = run + i * stride, *stop = begin + bytes;
+      for (const char* line = begin - reinterpret_cast<uintptr_t>(begin) % 64; line < stop; line += 64) prefetch(line);
+    }
+  }
+};
+
+inline Target target_of(const LinearOutput& o, int64_t token, int64_t column, int64_t columns) {
+  const int64_t size = o.dtype == DType::kFloat32 ? 4 : 2;
+  return {static_cast<const char*>(o.data) + (token * o.stride + column) * size, o.stride * size, columns * size};
+}
+
 template <class Product, int R, int G>
 inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first,
                  Ahead ahead) {
@@ -244,10 +272,10 @@ inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, 
 
 constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are on their way
 
-// Decoded groups [first, first + count) of one row, in decode order. A partial last group is filled up with anything finite
-// that its scale allows: the activations there are zero, or the columns are not stored. Where ends_in_half, it is half as long.
-// Vectors are stored kStep floats apart. `loaded`: the row's scales, where they hold for all of it. `next`: as many codes that
-// are fetched meanwhile.
+// Decoded groups [first, first + count) of one row, in decode order. A partial last group is filled up with anything finite that its scale
+// allows: the activations there are zero, or the columns are not stored. Where ends_in_half, it is half as long, as keep_half leaves it.
+// Vectors are stored kStep floats apart. `loaded`: the row's scales, where they hold for all of it. `next`: as many codes that are
+// fetched meanwhile.
 template <class Product, Codes codes, int64_t kStep = kLanes>
 inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first, int64_t count,
                        float* out, const typename Decoder<Product, codes>::Scales* loaded = nullptr, const uint8_t* next = nullptr) {
@@ -259,8 +287,8 @@ inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* ro
   const typename D::Scales& scales = loaded ? *loaded : own;
   typename Product::Values v[Product::kVectors];
   const int64_t whole = length / kGroup;
-  for (int64_t g = 0; g < whole; ++g, out += Product::kVectors * kStep) {
-    const uint8_t* codes_of_group = row + (first + g) * D::kCodeBytes;
+  const uint8_t* codes_of_group = row + first * D::kCodeBytes;
+  for (int64_t g = 0; g < whole; ++g, codes_of_group += D::kCodeBytes, out += Product::kVectors * kStep) {
     if (next)
       for (int i = 0; i < D::kCodeBytes; i += 64) prefetch(next + g * D::kCodeBytes + i);
     decoder.scaled(codes_of_group, scales, g, v);
@@ -269,14 +297,21 @@ inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* ro
   }
   if (whole * kGroup < length) {
     TailCodes<codes> tail;
-    tail.load(row, l, first + whole);
-    decoder.scaled(tail.bytes, scales, whole, v);
-    alignas(64) float group[Product::kVectors * kLanes];
-    for (int i = 0; i < Product::kVectors; ++i) store_values(group + i * kLanes, v[i]);
-    const bool half = ends_in_half<Product, codes>(l);
-    if (half) keep_half<Product, codes>(group);
-    for (int i = 0; i < (half ? Product::kVectors / 2 : Product::kVectors); ++i)
-      memcpy(out + i * kStep, group + i * kLanes, kLanes * sizeof(float));
+    // What follows 4-bit codes in a row is as good as codes: there is no NaN among them.
+    if (!four_bit(codes) || codes_of_group + D::kCodeBytes > row + l.row_bytes) {
+      tail.load(row, l, first + whole);
+      codes_of_group = tail.bytes;
+    }
+    decoder.scaled(codes_of_group, scales, whole, v);
+    int vectors = Product::kVectors;
+    if (ends_in_half<Product, codes>(l)) {
+      vectors /= 2;
+      if constexpr (kFirstHalf<Product, codes> == FirstHalf::kLanes)
+        for (int i = 0; i < Product::kVectors / 2; ++i) v[i] = join_lower_halves(v[2 * i], v[2 * i + 1]);
+    }
+#pragma GCC unroll 8
+    for (int i = 0; i < Product::kVectors; ++i)
+      if (i < vectors) store_values(out + i * kStep, v[i]);
   }
 }
 

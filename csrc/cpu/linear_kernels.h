@@ -95,7 +95,7 @@ inline constexpr int64_t kMostTileRows = 32;
 // Tokens of one call of `direct`. With more, registers hold the sums of fewer rows: two calls of 4 are faster than one of 8.
 inline constexpr int64_t kPassTokens = 4;
 
-// Tokens handled at once: 512 x 192 partial sums fit L2, and decoding a weight costs under 1 % of 512 multiplications.
+// Tokens handled at once: 512 x 192 partial sums fit L2, and decoding a weight costs a few percent of 512 multiplications.
 inline constexpr int64_t kLinearTokens = 512;
 
 }  // namespace halfbyte::cpu

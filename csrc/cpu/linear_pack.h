@@ -120,15 +120,15 @@ void pack_direct(const T* input, int64_t tokens, const RowLayout& l, void* units
     for (int64_t m = 0; m < tokens; ++m, out += kGroup) order_group<Product, codes>(input + m * K + start, K - start, out);
 }
 
-// Tiles of tokens: as many vectors as the micro-kernel can hold, fewer at the end; one where AMX's tiles take them.
+// Tiles of tokens: two vectors, one at the end, or where AMX's tiles take them.
+constexpr int64_t kTileTokens = 2 * kLanes;
+
 template <class Product>
 constexpr int tile_vectors(int64_t tokens_left) {
-  if (kOnTiles<Product>) return 1;
-  if (kTileVectors == 4 && tokens_left > 3 * kLanes) return 4;
-  return tokens_left > kLanes ? 2 : 1;
+  return tokens_left > kLanes && !kOnTiles<Product> ? 2 : 1;
 }
 
-inline int64_t tile_start(int64_t tile) { return tile * kTileVectors * kLanes; }
+inline int64_t tile_start(int64_t tile) { return tile * kTileTokens; }
 
 // Where unit `unit` of the tile of `width` tokens from m0 on lies: rows of `width` units, tile after tile.
 template <class Product>

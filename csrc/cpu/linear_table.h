@@ -101,8 +101,9 @@ constexpr LinearKernels linear_kernels() {
   for_each_product(Products{}, [&]<class P>(P) {
     k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, BackwardLayout<P>::kTokensTogether, int32_t(kUnitMultiple<P>),
                                       kOnTiles<P> ? 40 : 16, 0};
-    constexpr int64_t forward = Layout<P>::kMany.scratch_floats(), back = BackwardLayout<P>::kMany.scratch_floats(kLinearTokens);
-    static_assert(Layout<P>::kFew.scratch_floats() <= forward && BackwardLayout<P>::kFew.scratch_floats(kFewTokens) <= back);
+    constexpr int64_t forward = Layout<P>::kMany.floats() + Layout<P>::kSumsFloats;
+    constexpr int64_t back = BackwardLayout<P>::kMany.scratch_floats(kLinearTokens);
+    static_assert(BackwardLayout<P>::kFew.scratch_floats(kFewTokens) <= back);
     scratch = forward > scratch ? forward : scratch;
     scratch = back > scratch ? back : scratch;
     // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4
@@ -114,7 +115,7 @@ constexpr LinearKernels linear_kernels() {
   });
   k.group = kGroup;
   k.lanes = kLanes;
-  k.tile_tokens = kTileVectors * kLanes;
+  k.tile_tokens = kTileTokens;
   k.scratch_bytes = 4 * scratch;
   k.prepare_direct = linear_prepare_direct;
   k.direct = linear_direct;

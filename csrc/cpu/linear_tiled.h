@@ -7,18 +7,20 @@
 namespace halfbyte::cpu {
 namespace {
 
-constexpr int64_t kFewTokens = 64;  // up to here the activations fit L2, and a panel needs no more than one row of blocks
-constexpr int64_t kSumsStride = kLinearTokens + 16;
+constexpr int64_t kFewTokens = 64;  // up to here the activations fit L2 beside a panel
 
 // A panel: weights that are decoded before they are multiplied, rows x units of K.
 struct PanelShape {
   int64_t rows, units;
-  constexpr int64_t stride() const { return units + 16; }  // rows a multiple of 1 KiB apart would share L1 sets
-  constexpr int64_t scratch_floats() const { return rows * (stride() + kSumsStride); }
+  constexpr int64_t stride() const {  // whole vectors; rows a multiple of 1 KiB apart would share L1 sets
+    const int64_t floats = round_up(units, 16) + 16;
+    return floats % 256 ? floats : floats + 16;
+  }
+  constexpr int64_t floats() const { return rows * stride(); }
 };
 
-// Where the parts of a product lie: `a` rows of units, whole vectors of them `kVectorStep` floats apart; sums of row r and
-// token m at sums_at(r, m), 16 tokens together, rows within 16 kSumsRow floats apart.
+// Where the parts of a product lie: `a` rows of units, whole vectors of them `kVectorStep` floats apart; sums of row r and token m at
+// Sums::at(r, m), 16 tokens together. Sums::from begins at multiples of 16.
 template <class Product>
 struct Layout {
   struct Rows {
@@ -26,44 +28,61 @@ struct Layout {
     int64_t stride;
   };
   struct Scope {};  // what a thread has to set up
-  static constexpr int64_t kBlockRows = 12;  // of the micro-kernel: by 1 or 2 vectors; 6 by 4
-  // Whole rows, up to what a decoder holds scales of: sums then stay in registers from the first unit to the last. The activations
-  // come from L3 once for all rows of a panel, so half as many would ask twice as much of what all cores share.
+  static constexpr int64_t kBlockRows = 12;  // of the micro-kernel: by 1 or 2 vectors
+  // Whole rows, up to what a decoder holds scales of: sums then stay in registers from the first unit to the last. So many of them that
+  // each token's part of an output is whole cache lines, and that L2 holds 256 tokens of K = 576 beside them.
   static constexpr int64_t kMostUnits = kStretch / Product::kUnitElements;
-  static constexpr PanelShape kMany{144, kMostUnits < 2048 ? kMostUnits : 2048}, kFew{kBlockRows, kMostUnits};
-  static constexpr int64_t kDecodedRows = kMany.rows;  // at a time
-  static constexpr bool kFetchDecoding = false;        // the next panel's codes are fetched while this one is multiplied
+  static constexpr PanelShape kMany{96, kMostUnits < 2048 ? kMostUnits : 2048};
+  static constexpr int64_t kFewBytes = int64_t(128) << 10;  // of a panel that few tokens meet, unless one row of blocks is more
+  static constexpr int64_t kDecodedRows = kMany.rows;       // at a time
+  static constexpr bool kFetchDecoding = false;             // the next panel's codes are fetched while this one is multiplied
   static constexpr int64_t kVectorStep = kLanes;
-  static constexpr int64_t kSumsRow = kSumsStride;
+
+  // For so many tokens, and units in all.
+  static constexpr PanelShape shape(int64_t tokens, int64_t all) {
+    if (tokens > kFewTokens) return {kMany.rows, all < kMany.units ? all : kMany.units};
+    const int64_t units = all < kMostUnits ? all : kMostUnits, rows = kFewBytes / 4 / units / kBlockRows * kBlockRows;
+    return {rows < kBlockRows ? kBlockRows : rows < kMany.rows ? rows : kMany.rows, units};
+  }
+
+  struct Sums {
+    float* data;
+    int64_t stride;
+    float* at(int64_t r, int64_t m) const { return data + r * stride + m; }
+    Sums from(int64_t r, int64_t m) const { return {at(r, m), stride}; }
+  };
+  // `whole`: those of one strip at a time.
+  static Sums sums(float* data, bool whole) { return {data, (whole ? kTileTokens : kLinearTokens) + 16}; }
+  static constexpr int64_t kSumsFloats = kMany.rows * (kLinearTokens + 16);
+  static_assert(shape(1, kMostUnits).floats() <= kMany.floats());
 
   static float* panel_row(const PanelShape& shape, float* panel, int64_t r) { return panel + r * shape.stride(); }
   static Rows panel(const PanelShape& shape, const float* panel) { return {panel, shape.stride()}; }
   static Rows rows(const float* data, int64_t stride) { return {data, stride}; }
-  static int64_t sums_at(int64_t r, int64_t m) { return r * kSumsStride + m; }
 
-  // sums (rows from `row` on, tokens) += a (rows, units [first_unit, + count)) times activations (all_units, tokens).
-  static void multiply(const Rows& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t all_units,
-                       int64_t first_unit, int64_t count, float* sums, bool first, Ahead next) {
-    constexpr bool kWide = kLanes == 16;  // 32 registers
-    for (int64_t m0 = 0; m0 < tokens;) {
-      const int vectors = tile_vectors<Product>(tokens - m0);
-      const float* b = activations + unit_at<Product>(all_units, tokens, m0, vectors * kLanes, first_unit);
-      for (int64_t r = 0; r < rows; r += kBlockRows) {
-        const float* at = a.data + r * a.stride;
-        float* to = sums + sums_at(row + r, m0);
-        const Ahead mine = next.rows(r);
-        if (vectors == 1) {
-          tile<Product, 12, 1>(at, a.stride, b, to, kSumsStride, count, first, mine);
-        } else if (vectors == 2 && kWide) {
-          tile<Product, kWide ? 12 : 1, 2>(at, a.stride, b, to, kSumsStride, count, first, mine);
-        } else {
-          constexpr int G = kWide ? 4 : 2;
-          for (int h = 0; h < 12; h += 6)
-            tile<Product, 6, G>(at + h * a.stride, a.stride, b, to + h * kSumsStride, kSumsStride, count, first, mine.rows(h));
-        }
+  // Tokens of the next strip, of so many: `multiply` takes one, whose units stay in L1 while all rows of a panel pass.
+  static constexpr int64_t strip_tokens(int64_t tokens) { return tile_vectors<Product>(tokens) * kLanes; }
+
+  // sums (rows from `row` on, the strip's tokens) += a (rows, units [first_unit, + count)) times the activations (all_units, tokens)
+  // of the strip from token m0 on. `target`: its tokens of the output, if they are stored next.
+  static void multiply(const Rows& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t m0, int64_t all_units,
+                       int64_t first_unit, int64_t count, const Sums& sums, bool first, const Ahead& next, const Target& target) {
+    constexpr int R = kLanes == 16 ? 12 : 6;  // by 2 vectors, in 32 registers or in 16
+    const int vectors = tile_vectors<Product>(tokens - m0);
+    const float* b = activations + unit_at<Product>(all_units, tokens, m0, vectors * kLanes, first_unit);
+    for (int64_t r = 0; r < rows; r += kBlockRows) {
+      const float* at = a.data + r * a.stride;
+      float* to = sums.at(row + r, 0);
+      if (target.run) {
+        const int64_t stored = vectors * kLanes < tokens - m0 ? vectors * kLanes : tokens - m0;
+        target.fetch(stored * r / rows, stored * (r + kBlockRows) / rows);
       }
-      m0 += vectors * kLanes;
-      next = {};
+      if (vectors == 1) {
+        tile<Product, 12, 1>(at, a.stride, b, to, sums.stride, count, first, next.rows(r));
+        continue;
+      }
+      for (int h = 0; h < 12; h += R)
+        tile<Product, R, 2>(at + h * a.stride, a.stride, b, to + h * sums.stride, sums.stride, count, first, next.rows(r + h));
     }
   }
 };
@@ -74,24 +93,37 @@ template <class Product>
 struct Layout<Product> {
   using Scope = TileScope;
   static constexpr int64_t kBlockRows = 2 * kTileSide;
-  static constexpr PanelShape kMany{192, kTogether}, kFew{kBlockRows, kTogether};  // rows: of sums in L2
+  static constexpr PanelShape kMany{192, kTogether};  // rows: of sums in L2
   static constexpr int64_t kDecodedRows = kBlockRows;  // in L1: what is decoded is multiplied by all tokens at once
   static constexpr bool kFetchDecoding = true;         // its products may be over too soon
   static constexpr int64_t kVectorStep = kTileUnits;
-  static constexpr int64_t kSumsRow = kTileSide;
   static constexpr int64_t kSumsStrip = kLinearTokens * kTileSide;
+
+  static constexpr PanelShape shape(int64_t tokens, int64_t /*all*/) {
+    return {tokens <= kFewTokens ? kBlockRows : kMany.rows, kTogether};
+  }
 
   static float* panel_row(const PanelShape& shape, float* panel, int64_t r) {
     return panel + r / kTileSide * kTileSide * shape.stride() + r % kTileSide * kTileSide;
   }
   static TileOperand panel(const PanelShape& shape, const float* panel) { return whole_tiles(panel, kTileSide * shape.stride()); }
   static TileOperand rows(const float* data, int64_t stride) { return {data, kTileSide * stride, kTileSide, 4 * stride}; }
-  static int64_t sums_at(int64_t r, int64_t m) {
-    return r / kTileSide * kSumsStrip + m / kTileSide * kTileUnits + r % kTileSide * kTileSide + m % kTileSide;
-  }
 
-  static void multiply(const TileOperand& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t all_units,
-                       int64_t first_unit, int64_t count, float* sums, bool first, const Ahead& next) {
+  struct Sums {
+    float* data;
+    float* at(int64_t r, int64_t m) const {
+      return data + r / kTileSide * kSumsStrip + m / kTileSide * kTileUnits + r % kTileSide * kTileSide + m % kTileSide;
+    }
+    Sums from(int64_t r, int64_t m) const { return {at(r, m)}; }
+  };
+  static Sums sums(float* data, bool /*whole*/) { return {data}; }
+  static constexpr int64_t kSumsFloats = kMany.rows * (kLinearTokens + 16);
+
+  static constexpr int64_t strip_tokens(int64_t tokens) { return tokens; }
+
+  static void multiply(const TileOperand& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t /*m0*/,
+                       int64_t all_units, int64_t first_unit, int64_t count, const Sums& sums, bool first, const Ahead& next,
+                       const Target&) {
     const int64_t strips = strips_of(tokens), steps = count / kTileSide;
     const TileOperand b = whole_tiles(activations + tile_at(all_units, strips, 0, first_unit), count * kTileSide);
     TileFetch fetch{b.data, 0};
@@ -100,18 +132,19 @@ struct Layout<Product> {
       fetch.run = (first_unit + count < all_units ? b.at(strips) : activations) +
                   row / kBlockRows * ((strips + 1) / 2) * steps * fetch.lines * kTileSide;
     }
-    tile_product<Product::kUnitElements == 4>(rows / kTileSide, strips, a, b, sums + sums_at(row, 0), kSumsStrip, steps, first,
-                                              fetch);
+    tile_product<Product::kUnitElements == 4>(rows / kTileSide, strips, a, b, sums.at(row, 0), kSumsStrip, steps, first, fetch);
   }
 };
 #endif
 
-// Rows [row_begin, row_end) times `tokens` activations of `all` units each, as many rows at a time as a panel has; their sums stay in
-// L2 from one panel of units to the next. `Rows` says how:
-//   begin(rows, count)                                 `count` rows of the next sums
-//   decode(r, row, unit, count, out, next, next_unit)  units of row r of them; row `next`, from its `next_unit` on, is decoded later
-//   codes_at(unit), kLineUnits                         where a unit's code is in a row; units in 64 bytes of codes
-//   finish(first_row, count, sums)                     their sums are complete
+// Rows [row_begin, row_end) times `tokens` activations of `all` units each, as many rows at a time as a panel has, strip by strip of
+// tokens; their sums stay in L2 from one panel of units to the next. What is stored while the next strip is multiplied takes no time.
+// `Rows` says how:
+//   begin(rows, count)                                   `count` rows of the next sums
+//   decode(r, row, unit, count, out, next, next_unit)    units of row r of them; row `next`, from its `next_unit` on, is decoded later
+//   codes_at(unit), kLineUnits                           where a unit's code is in a row; units in 64 bytes of codes
+//   target(first_row, count, first_token)                where `finish` stores
+//   finish(first_row, count, first_token, tokens, sums)  their sums of a strip are complete, and still in L2
 template <class Product, class Rows>
 inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_end, int64_t row_bytes, const void* units,
                         int64_t tokens, int64_t all, void* scratch, Rows& rows) {
@@ -119,11 +152,13 @@ inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_en
   static_assert(L::kMany.rows % L::kBlockRows == 0 && L::kBlockRows <= kMostTileRows);
   [[maybe_unused]] const typename L::Scope scope{};
   float* panel = static_cast<float*>(scratch);
-  const PanelShape& shape = tokens <= kFewTokens ? L::kFew : L::kMany;
-  float* sums = panel + shape.rows * shape.stride();
+  const PanelShape shape = L::shape(tokens, all);
+  const bool whole = shape.units >= all;  // sums are complete at once: all strips take the same place
+  const auto sums = L::sums(panel + shape.floats(), whole);
   const auto* activations = static_cast<const float*>(units);
-  for (int64_t n0 = row_begin; n0 < row_end; n0 += shape.rows) {
-    const int64_t of_panel = n0 + shape.rows < row_end ? shape.rows : row_end - n0;
+  for (int64_t n0 = row_begin, of_panel; n0 < row_end; n0 += of_panel) {
+    of_panel = shape.rows - n0 % shape.rows;  // panels begin where cache lines of the output do
+    if (of_panel > row_end - n0) of_panel = row_end - n0;
     rows.begin(packed + n0 * row_bytes, of_panel);
     for (int64_t u0 = 0; u0 < all; u0 += shape.units) {
       const int64_t count = u0 + shape.units < all ? shape.units : all - u0;
@@ -132,32 +167,82 @@ inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_en
         const int64_t padded = round_up(decoded, L::kBlockRows);
         const bool last_rows = r0 + decoded == of_panel, last = last_rows && u0 + count == all;
         const int64_t next_unit = last ? 0 : last_rows ? u0 + count : u0;
-        const uint8_t* next_row = packed + (last ? n0 + shape.rows : last_rows ? n0 : n0 + r0 + decoded) * row_bytes;
+        const uint8_t* next_row = packed + (last ? n0 + of_panel : last_rows ? n0 : n0 + r0 + decoded) * row_bytes;
         for (int64_t r = 0; r < decoded; ++r)
           rows.decode(r0 + r, packed + (n0 + r0 + r) * row_bytes, u0, count, L::panel_row(shape, panel, r), next_row + r * row_bytes,
                       next_unit);
         for (int64_t r = decoded; r < padded; ++r)
           for (int64_t v = 0; v < count; v += kLanes) memset(L::panel_row(shape, panel, r) + v / kLanes * L::kVectorStep, 0, 4 * kLanes);
         // The line that the next codes end in: the one that they begin in came with what lies before them.
-        const Ahead next{next_row + rows.codes_at(next_unit) + 63, row_bytes, Rows::kLineUnits};
-        L::multiply(L::panel(shape, panel), r0, padded, activations, tokens, all, u0, count, sums, u0 == 0, next);
+        Ahead next{next_row + rows.codes_at(next_unit) + 63, row_bytes, Rows::kLineUnits};
+        for (int64_t m = 0; m < tokens; m += L::strip_tokens(tokens - m), next = {}) {
+          const auto of_strip = sums.from(0, whole ? 0 : m);
+          L::multiply(L::panel(shape, panel), r0, padded, activations, tokens, m, all, u0, count, of_strip, u0 == 0, next,
+                      last ? rows.target(n0, of_panel, m) : Target{});
+          const int64_t strip = L::strip_tokens(tokens - m);
+          if (last) rows.finish(n0, of_panel, m, strip < tokens - m ? strip : tokens - m, of_strip);
+        }
       }
     }
-    rows.finish(n0, of_panel, sums);
   }
 }
 
-// Sums of `rows` rows -> output's columns from n0 on. A strided read for every output would cost more than `turn`.
-template <class Product>
-inline void store_turned(const float* sums, int64_t tokens, int64_t n0, int64_t rows, const LinearOutput& output) {
-  using L = Layout<Product>;
-  constexpr int64_t kStride = L::kMany.rows + 16;
-  float turned[kLanes * kStride];
-  for (int64_t m0 = 0; m0 < tokens; m0 += kLanes) {
-    const int64_t count = m0 + kLanes < tokens ? kLanes : tokens - m0;
-    for (int64_t r = 0; r < rows; r += kLanes) turn(sums + L::sums_at(r, m0), L::kSumsRow, turned + r, kStride);
-    for (int64_t m = 0; m < count; ++m) store_output<Product>(output, m0 + m, n0, turned + m * kStride, rows);
+// The first `bytes` of v, a multiple of 2. A call of memcpy would take longer.
+inline void store_part(void* out, Vector v, int64_t bytes) {
+  char from[sizeof v], *to = static_cast<char*>(out);
+  memcpy(from, &v, sizeof v);
+  int64_t i = 0;
+  for (; i + 16 <= bytes; i += 16) memcpy(to + i, from + i, 16);
+  if (bytes & 8) memcpy(to + i, from + i, 8), i += 8;
+  if (bytes & 4) memcpy(to + i, from + i, 4), i += 4;
+  if (bytes & 2) memcpy(to + i, from + i, 2);
+}
+
+// The sums of up to kLanes units of rows, kLanes tokens each -> (tokens, rows) of `out`; kWhole: as many of both. Two rows are rounded to
+// a unit of two 16-bit numbers before they are turned: half the shuffles, and a strided read for every output would cost more.
+template <class Product, class T, bool kBias, bool kWhole>
+inline void store_turned_block(const typename Layout<Product>::Sums& sums, int64_t tokens, int64_t rows, const float* bias, T* out, int64_t stride) {
+  constexpr int kOfUnit = 4 / sizeof(T);
+  const auto sums_of = [&](int r) __attribute__((always_inline)) {
+    if (!kWhole && r >= rows) return zero_vector();
+    const Vector row = Float32::load(sums.at(r, 0));
+    return kBias ? row + Float32::broadcast(bias + r) : row;
+  };
+  const auto units = [&](int i) __attribute__((always_inline)) {
+    if constexpr (kOfUnit == 1) return sums_of(i);
+    else return round_pairs<Product, T, kBias>(sums_of(2 * i), sums_of(2 * i + 1));
+  };
+  turn_rows(units, [&](int i, Vector token) __attribute__((always_inline)) {
+    if (kWhole) memcpy(out + i * stride, &token, sizeof token);
+    else if (i < tokens) store_part(out + i * stride, token, rows < kOfUnit * kLanes ? rows * int64_t(sizeof(T)) : int64_t(sizeof token));
+  });
+}
+
+template <class Product, class T, bool kBias>
+inline void store_turned_as(const typename Layout<Product>::Sums& sums, int64_t tokens, int64_t rows, const float* bias, T* out, int64_t stride) {
+  constexpr int64_t kRows = 4 / sizeof(T) * kLanes;
+  for (int64_t m = 0; m < tokens; m += kLanes) {
+    for (int64_t r = 0; r < rows; r += kRows) {
+      const auto from = sums.from(r, m);
+      T* to = out + m * stride + r;
+      if (tokens - m >= kLanes && rows - r >= kRows)
+        store_turned_block<Product, T, kBias, true>(from, kLanes, kRows, bias + r, to, stride);
+      else
+        store_turned_block<Product, T, kBias, false>(from, tokens - m, rows - r, bias + r, to, stride);
+    }
   }
+}
+
+// The sums of `rows` rows of a strip, plus bias -> output's columns from n0 on, of `tokens` tokens from m0 on.
+template <class Product>
+inline void store_turned(const typename Layout<Product>::Sums& sums, int64_t m0, int64_t tokens, int64_t n0, int64_t rows, const LinearOutput& output) {
+  with_elements(output.bias, output.dtype, [&]<class T>(const T* bias) {
+    T* const out = static_cast<T*>(output.data) + m0 * output.stride + n0;
+    if (!bias) return store_turned_as<Product, T, false>(sums, tokens, rows, nullptr, out, output.stride);
+    float added[Layout<Product>::kMany.rows];
+    for (int64_t r = 0; r < rows; ++r) added[r] = to_float(bias[n0 + r]);
+    store_turned_as<Product, T, true>(sums, tokens, rows, added, out, output.stride);
+  });
 }
 
 // linear's rows for walk_panels.
@@ -188,16 +273,18 @@ class WeightRows {
     if (!Scales::kWholeRow) prefetch(next + scales_at(l, next_unit * Product::kUnitElements));
   }
 
-  void finish(int64_t n0, int64_t rows, float* sums) const {
+  Target target(int64_t n0, int64_t rows, int64_t m0) const { return target_of(output, m0, n0, rows); }
+
+  void finish(int64_t n0, int64_t rows, int64_t m0, int64_t count, const typename L::Sums& sums) const {
     if (low_rank) {
       const float* a = static_cast<const float*>(low_rank->weight) + n0 * low_rank->stride;
       const int64_t all = round_up((low_rank->rank + Product::kUnitElements - 1) / Product::kUnitElements, kUnitMultiple<Product>);
       constexpr int64_t kUnits = L::kMany.units;
       for (int64_t u = 0; u < all; u += kUnits)
         L::multiply(L::rows(a + u, low_rank->stride), 0, round_up(rows, L::kBlockRows), static_cast<const float*>(low_rank->input),
-                    tokens, all, u, u + kUnits < all ? kUnits : all - u, sums, false, {});
+                    tokens, m0, all, u, u + kUnits < all ? kUnits : all - u, sums, false, {}, {});
     }
-    store_turned<Product>(sums, tokens, n0, rows, output);
+    store_turned<Product>(sums, m0, count, n0, rows, output);
   }
 
  private:

@@ -42,20 +42,36 @@ inline __m256i narrow_floats<Float16>(__m256 low, __m256 high) {
   return _mm256_set_m128i(_mm256_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT), _mm256_cvtps_ph(low, _MM_FROUND_TO_NEAREST_INT));
 }
 
+// 8 floats whose NaN are those that narrow_floats and narrow_pairs round as from_float does.
+template <class T>
+inline __m256 narrowable(__m256 v) {
+  const __m256 kept = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(kNaNKept<T>)));
+  const __m256 set = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(kNaNSet<T>)));
+  return _mm256_blendv_ps(v, _mm256_or_ps(_mm256_and_ps(v, kept), set), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
+}
+
 // 16 floats, rounded as from_float does, NaN included.
 template <class T>
 inline void store_rounded(T* out, __m256 low, __m256 high) {
-  const auto narrowable = [](__m256 v) {  // NaN that narrow_floats rounds without a carry
-    const __m256 kept = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(kNaNKept<T>)));
-    const __m256 set = _mm256_castsi256_ps(_mm256_set1_epi32(int32_t(kNaNSet<T>)));
-    return _mm256_blendv_ps(v, _mm256_or_ps(_mm256_and_ps(v, kept), set), _mm256_cmp_ps(v, v, _CMP_UNORD_Q));
-  };
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), narrow_floats<T>(narrowable(low), narrowable(high)));
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), narrow_floats<T>(narrowable<T>(low), narrowable<T>(high)));
 }
 template <>
 inline void store_rounded<float>(float* out, __m256 low, __m256 high) {
   _mm256_storeu_ps(out, low);
   _mm256_storeu_ps(out + 8, high);
+}
+
+// 2 x 8 floats -> dwords of T, `even`'s in the low words. NaN as for round_bf16.
+template <class T>
+inline __m256i narrow_pairs(__m256 even, __m256 odd);
+template <>
+inline __m256i narrow_pairs<BFloat16>(__m256 even, __m256 odd) {
+  return _mm256_blend_epi16(_mm256_srli_epi32(round_bf16(even), 16), round_bf16(odd), 0xAA);
+}
+template <>
+inline __m256i narrow_pairs<Float16>(__m256 even, __m256 odd) {
+  const auto dwords = [](__m256 v) { return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); };
+  return _mm256_or_si256(dwords(even), _mm256_slli_epi32(dwords(odd), 16));
 }
 
 constexpr int64_t kStreamAlignment = 32;

@@ -51,20 +51,36 @@ inline __m512i narrow_floats<Float16>(__m512 low, __m512 high) {
                             _mm512_cvtps_ph(high, _MM_FROUND_TO_NEAREST_INT), 1);
 }
 
+// 16 floats whose NaN are those that narrow_floats and narrow_pairs round as from_float does.
+template <class T>
+inline __m512 narrowable(__m512 v) {
+  const __m512i kept = _mm512_set1_epi32(int32_t(kNaNKept<T>)), set = _mm512_set1_epi32(int32_t(kNaNSet<T>));
+  const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+  return _mm512_castsi512_ps(_mm512_mask_ternarylogic_epi32(_mm512_castps_si512(v), nan, kept, set, 0xEA));  // (v & kept) | set
+}
+
 // 32 floats, rounded as from_float does, NaN included.
 template <class T>
 inline void store_rounded(T* out, __m512 low, __m512 high) {
-  const auto narrowable = [](__m512 v) {  // NaN that narrow_floats rounds without a carry
-    const __m512i kept = _mm512_set1_epi32(int32_t(kNaNKept<T>)), set = _mm512_set1_epi32(int32_t(kNaNSet<T>));
-    const __mmask16 nan = _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
-    return _mm512_castsi512_ps(_mm512_mask_ternarylogic_epi32(_mm512_castps_si512(v), nan, kept, set, 0xEA));  // (v & kept) | set
-  };
-  _mm512_storeu_si512(out, narrow_floats<T>(narrowable(low), narrowable(high)));
+  _mm512_storeu_si512(out, narrow_floats<T>(narrowable<T>(low), narrowable<T>(high)));
 }
 template <>
 inline void store_rounded<float>(float* out, __m512 low, __m512 high) {
   _mm512_storeu_ps(out, low);
   _mm512_storeu_ps(out + 16, high);
+}
+
+// 2 x 16 floats -> dwords of T, `even`'s in the low words. NaN as for round_bf16.
+template <class T>
+inline __m512i narrow_pairs(__m512 even, __m512 odd);
+template <>
+inline __m512i narrow_pairs<BFloat16>(__m512 even, __m512 odd) {
+  return _mm512_mask_blend_epi16(0xAAAAAAAAu, _mm512_srli_epi32(round_bf16(even), 16), round_bf16(odd));
+}
+template <>
+inline __m512i narrow_pairs<Float16>(__m512 even, __m512 odd) {
+  const auto dwords = [](__m512 v) { return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(v, _MM_FROUND_TO_NEAREST_INT)); };
+  return _mm512_or_si512(dwords(even), _mm512_slli_epi32(dwords(odd), 16));
 }
 
 constexpr int64_t kStreamAlignment = 64;
