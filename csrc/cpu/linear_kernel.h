@@ -206,27 +206,30 @@ struct Ahead {
   Ahead rows(int64_t count) const { return {line ? line + count * stride : nullptr, stride, units}; }
 };
 
-// A part of the output that is stored soon, runs of some columns: fetched while the micro-kernel works. It is often new memory, and a store
+// A part of the output that is stored soon: fetched, a share at a time, while the micro-kernel works. It is often new memory, and a store
 // that misses the caches would hold up those behind it.
 struct Target {
-  const char* run;        // the first
-  int64_t stride, bytes;  // from run to run; of each
+  const char* run;  // some columns of the first token
+  int64_t stride;   // bytes from token to token
+  int64_t tokens, bytes;
 
-  void fetch(int64_t first, int64_t end) const {
-    for (int64_t i = first; i < end; ++i) {
+  // Share [first, end) of `all`.
+  void fetch(int64_t first, int64_t end, int64_t all) const {
+    for (int64_t i = tokens * first / all; i < tokens * end / all; ++i) {
       const char *begin = run + i * stride, *stop = begin + bytes;
       for (const char* line = begin - reinterpret_cast<uintptr_t>(begin) % 64; line < stop; line += 64) prefetch(line);
     }
   }
 };
 
-inline Target target_of(const LinearOutput& o, int64_t token, int64_t column, int64_t columns) {
+inline Target target_of(const LinearOutput& o, int64_t token, int64_t tokens, int64_t column, int64_t columns) {
   const int64_t size = o.dtype == DType::kFloat32 ? 4 : 2;
-  return {static_cast<const char*>(o.data) + (token * o.stride + column) * size, o.stride * size, columns * size};
+  return {static_cast<const char*>(o.data) + (token * o.stride + column) * size, o.stride * size, tokens, columns * size};
 }
 
+// Not inline: among a caller's variables GCC keeps addresses of rows in vector registers and moves them in every step.
 template <class Product, int R, int G>
-inline void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first,
+[[gnu::noinline]] void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first,
                  Ahead ahead) {
   typename Product::Sum sum[R][G];
 #pragma GCC unroll 12

@@ -73,16 +73,13 @@ struct Layout {
     for (int64_t r = 0; r < rows; r += kBlockRows) {
       const float* at = a.data + r * a.stride;
       float* to = sums.at(row + r, 0);
-      if (target.run) {
-        const int64_t stored = vectors * kLanes < tokens - m0 ? vectors * kLanes : tokens - m0;
-        target.fetch(stored * r / rows, stored * (r + kBlockRows) / rows);
-      }
+      target.fetch(r, r + kBlockRows, rows);
       if (vectors == 1) {
         tile<Product, 12, 1>(at, a.stride, b, to, sums.stride, count, first, next.rows(r));
-        continue;
+      } else {
+        for (int h = 0; h < 12; h += R)
+          tile<Product, R, 2>(at + h * a.stride, a.stride, b, to + h * sums.stride, sums.stride, count, first, next.rows(r + h));
       }
-      for (int h = 0; h < 12; h += R)
-        tile<Product, R, 2>(at + h * a.stride, a.stride, b, to + h * sums.stride, sums.stride, count, first, next.rows(r + h));
     }
   }
 };
@@ -143,7 +140,7 @@ struct Layout<Product> {
 //   begin(rows, count)                                   `count` rows of the next sums
 //   decode(r, row, unit, count, out, next, next_unit)    units of row r of them; row `next`, from its `next_unit` on, is decoded later
 //   codes_at(unit), kLineUnits                           where a unit's code is in a row; units in 64 bytes of codes
-//   target(first_row, count, first_token)                where `finish` stores
+//   target(first_row, count, first_token, tokens)        where `finish` stores
 //   finish(first_row, count, first_token, tokens, sums)  their sums of a strip are complete, and still in L2
 template <class Product, class Rows>
 inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_end, int64_t row_bytes, const void* units,
@@ -175,12 +172,13 @@ inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_en
           for (int64_t v = 0; v < count; v += kLanes) memset(L::panel_row(shape, panel, r) + v / kLanes * L::kVectorStep, 0, 4 * kLanes);
         // The line that the next codes end in: the one that they begin in came with what lies before them.
         Ahead next{next_row + rows.codes_at(next_unit) + 63, row_bytes, Rows::kLineUnits};
-        for (int64_t m = 0; m < tokens; m += L::strip_tokens(tokens - m), next = {}) {
+        for (int64_t m = 0, strip; m < tokens; m += strip, next = {}) {
+          strip = L::strip_tokens(tokens - m);
+          if (strip > tokens - m) strip = tokens - m;
           const auto of_strip = sums.from(0, whole ? 0 : m);
           L::multiply(L::panel(shape, panel), r0, padded, activations, tokens, m, all, u0, count, of_strip, u0 == 0, next,
-                      last ? rows.target(n0, of_panel, m) : Target{});
-          const int64_t strip = L::strip_tokens(tokens - m);
-          if (last) rows.finish(n0, of_panel, m, strip < tokens - m ? strip : tokens - m, of_strip);
+                      last ? rows.target(n0, of_panel, m, strip) : Target{});
+          if (last) rows.finish(n0, of_panel, m, strip, of_strip);
         }
       }
     }
@@ -201,7 +199,8 @@ inline void store_part(void* out, Vector v, int64_t bytes) {
 // The sums of up to kLanes units of rows, kLanes tokens each -> (tokens, rows) of `out`; kWhole: as many of both. Two rows are rounded to
 // a unit of two 16-bit numbers before they are turned: half the shuffles, and a strided read for every output would cost more.
 template <class Product, class T, bool kBias, bool kWhole>
-inline void store_turned_block(const typename Layout<Product>::Sums& sums, int64_t tokens, int64_t rows, const float* bias, T* out, int64_t stride) {
+inline void store_turned_block(const typename Layout<Product>::Sums& sums, int64_t tokens, int64_t rows, const float* bias, T* out,
+                               int64_t stride) {
   constexpr int kOfUnit = 4 / sizeof(T);
   const auto sums_of = [&](int r) __attribute__((always_inline)) {
     if (!kWhole && r >= rows) return zero_vector();
@@ -214,28 +213,29 @@ inline void store_turned_block(const typename Layout<Product>::Sums& sums, int64
   };
   turn_rows(units, [&](int i, Vector token) __attribute__((always_inline)) {
     if (kWhole) memcpy(out + i * stride, &token, sizeof token);
-    else if (i < tokens) store_part(out + i * stride, token, rows < kOfUnit * kLanes ? rows * int64_t(sizeof(T)) : int64_t(sizeof token));
+    else if (i < tokens) store_part(out + i * stride, token, (rows < kOfUnit * kLanes ? rows : kOfUnit * kLanes) * int64_t(sizeof(T)));
   });
 }
 
 template <class Product, class T, bool kBias>
-inline void store_turned_as(const typename Layout<Product>::Sums& sums, int64_t tokens, int64_t rows, const float* bias, T* out, int64_t stride) {
+inline void store_turned_as(const typename Layout<Product>::Sums& sums, int64_t tokens, int64_t rows, const float* bias, T* out,
+                            int64_t stride) {
   constexpr int64_t kRows = 4 / sizeof(T) * kLanes;
   for (int64_t m = 0; m < tokens; m += kLanes) {
     for (int64_t r = 0; r < rows; r += kRows) {
       const auto from = sums.from(r, m);
+      const float* added = kBias ? bias + r : nullptr;
       T* to = out + m * stride + r;
-      if (tokens - m >= kLanes && rows - r >= kRows)
-        store_turned_block<Product, T, kBias, true>(from, kLanes, kRows, bias + r, to, stride);
-      else
-        store_turned_block<Product, T, kBias, false>(from, tokens - m, rows - r, bias + r, to, stride);
+      if (tokens - m >= kLanes && rows - r >= kRows) store_turned_block<Product, T, kBias, true>(from, kLanes, kRows, added, to, stride);
+      else store_turned_block<Product, T, kBias, false>(from, tokens - m, rows - r, added, to, stride);
     }
   }
 }
 
 // The sums of `rows` rows of a strip, plus bias -> output's columns from n0 on, of `tokens` tokens from m0 on.
 template <class Product>
-inline void store_turned(const typename Layout<Product>::Sums& sums, int64_t m0, int64_t tokens, int64_t n0, int64_t rows, const LinearOutput& output) {
+inline void store_turned(const typename Layout<Product>::Sums& sums, int64_t m0, int64_t tokens, int64_t n0, int64_t rows,
+                         const LinearOutput& output) {
   with_elements(output.bias, output.dtype, [&]<class T>(const T* bias) {
     T* const out = static_cast<T*>(output.data) + m0 * output.stride + n0;
     if (!bias) return store_turned_as<Product, T, false>(sums, tokens, rows, nullptr, out, output.stride);
@@ -273,7 +273,7 @@ class WeightRows {
     if (!Scales::kWholeRow) prefetch(next + scales_at(l, next_unit * Product::kUnitElements));
   }
 
-  Target target(int64_t n0, int64_t rows, int64_t m0) const { return target_of(output, m0, n0, rows); }
+  Target target(int64_t n0, int64_t rows, int64_t m0, int64_t count) const { return target_of(output, m0, count, n0, rows); }
 
   void finish(int64_t n0, int64_t rows, int64_t m0, int64_t count, const typename L::Sums& sums) const {
     if (low_rank) {
