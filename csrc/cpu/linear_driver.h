@@ -45,6 +45,9 @@ inline void parallel_blocks(int64_t rows, int64_t block_rows, int64_t grain, con
                 [&](int64_t begin, int64_t end) { body(begin * block_rows, std::min(end * block_rows, rows)); });
 }
 
+// Units of tokens that a thread prepares for itself alone, of L2 and of its scratch; larger blocks are better shared.
+constexpr int64_t kOwnBytes = int64_t(1) << 20;
+
 // Threads of the forward that take blocks of tokens of their own through all rows, or 1: all of them share the rows for one block after
 // the other. On its own, a thread waits for nobody and reads the activations that it prepared itself; but it decodes all of the weight.
 struct TokenBlocks {
@@ -55,7 +58,6 @@ struct TokenBlocks {
 inline TokenBlocks token_blocks(int64_t tokens, int64_t token_bytes, const LinearArithmetic& arithmetic) {
   const auto parts = [](int64_t of, int64_t size) { return (of + size - 1) / size; };
   constexpr int64_t kMultiple = 32;  // of whole vectors and tiles
-  constexpr int64_t kOwnBytes = int64_t(1) << 20;  // of L2, and of a thread's scratch; larger blocks are better shared
   const int64_t threads = torch::stable::get_num_threads(), D = arithmetic.decoding_tokens;
   const int64_t rounds = parts(tokens, kLinearTokens * threads), block = round_up(parts(tokens, rounds * threads), kMultiple);
   const int64_t alone = rounds * (block + D), together = (tokens + parts(tokens, kLinearTokens) * D) / threads;
@@ -234,35 +236,40 @@ inline int64_t backward_block(int64_t tokens, int64_t groups) {
   return best;
 }
 
-// matrix (tokens, columns) as `backward` takes it: block after block.
-struct PreparedGradients {
-  Tensor units;
-  int64_t stride;  // units of each token in a block
+// A matrix (tokens, columns) that `backward` multiplies by: gradients, or a low-rank input.
+struct GradientMatrix {
+  const Tensor* matrix;
+  DType dtype;
+  int64_t columns, stride;  // stride: units of each token, prepared
+  Compute compute;
 
-  const void* block(int64_t first_token) const {
-    return static_cast<const char*>(units.const_data_ptr()) + first_token * stride * 4;
+  GradientMatrix(const Tensor& matrix, DType dtype, int64_t columns, Compute compute)
+      : matrix(&matrix), dtype(dtype), columns(columns), compute(compute) {
+    const int64_t elements = elements_per_unit(compute);
+    stride = round_up((columns + elements - 1) / elements, kernels().linear.in(compute).gradient_units);
+  }
+  int64_t bytes(int64_t tokens) const { return round_up(tokens, kernels().linear.in(compute).gradient_tokens) * stride * 4; }
+  // Tokens [begin, end) of the block of `count` from `token` on -> the block's units.
+  void prepare(int64_t token, int64_t count, int64_t begin, int64_t end, void* units) const {
+    kernels().linear.prepare_gradients(at_row(*matrix, token, columns), dtype, count, columns, compute, begin, end, units);
   }
 };
 
-// `block`: backward_block's.
-inline PreparedGradients prepare_gradients(const Tensor& matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute,
-                                           int64_t block) {
-  const LinearKernels& table = kernels().linear;
-  const int64_t elements = elements_per_unit(compute), together = table.in(compute).gradient_tokens;
-  const int64_t stride = round_up((columns + elements - 1) / elements, table.in(compute).gradient_units);
-  Tensor units = unit_buffer(matrix, round_up(tokens, together) * stride * elements, compute);
+// All of `g`, block after block: that of `token` is stride * token units behind the first.
+inline Tensor prepare_gradients(const GradientMatrix& g, int64_t tokens, int64_t block) {
+  const int64_t together = kernels().linear.in(g.compute).gradient_tokens;
+  Tensor units = new_tensor(*g.matrix, {g.bytes(tokens)}, ScalarType::Byte);
   auto* out = static_cast<char*>(units.mutable_data_ptr());
   const int64_t strips = block / together, all = (tokens + together - 1) / together;
-  parallel_rows(all, row_grain(columns * together), [&](int64_t begin, int64_t end) {
+  parallel_rows(all, row_grain(g.columns * together), [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end;) {
       const int64_t token = at / strips * block, last = std::min(end, (at / strips + 1) * strips);
       const int64_t count = std::min(tokens - token, block);
-      table.prepare_gradients(at_row(matrix, token, columns), dtype, count, columns, compute, at * together - token,
-                              std::min(last * together - token, count), out + token * stride * 4);
+      g.prepare(token, count, at * together - token, std::min(last * together - token, count), out + token * g.stride * 4);
       at = last;
     }
   });
-  return {std::move(units), stride};
+  return units;
 }
 
 // output (tokens, K) = grad (tokens, N) @ packed, plus low_input (tokens, rank) @ low_weight (rank, K) where they are given.
@@ -273,32 +280,54 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
   const Compute compute = compute_for(dtype, table);
   const int64_t K = layout.in_features;
   const int64_t groups = (K + table.group - 1) / table.group, block = backward_block(tokens, groups);
-  const PreparedGradients source = prepare_gradients(grad, dtype, tokens, rows, compute, block);
+  const GradientMatrix source(grad, dtype, rows, compute);
   LowRank addend{};
   std::optional<Tensor> weight_units;
-  std::optional<PreparedGradients> low;
+  std::optional<GradientMatrix> low;
   if (low_weight) {
     constexpr const char* op = "lora_linear_backward_input";
     addend.rank = low_weight->size(0);
     weight_units = unit_buffer(grad, addend.rank * round_up(K, table.group), compute);
     table.prepare_direct(low_weight->const_data_ptr(), checked_dtype(op, "lora_A", low_weight->scalar_type()), addend.rank, layout,
                          compute, weight_units->mutable_data_ptr());
-    low = prepare_gradients(*low_input, checked_dtype(op, "grad_projected", low_input->scalar_type()), tokens, addend.rank, compute,
-                            block);
+    low.emplace(*low_input, checked_dtype(op, "grad_projected", low_input->scalar_type()), addend.rank, compute);
     addend.weight = weight_units->const_data_ptr();
   }
   const int64_t output_row = K * (dtype == DType::kFloat32 ? 4 : 2);
   auto* target = static_cast<char*>(output);
-  const int64_t work = (tokens + block - 1) / block * groups;
-  parallel_rows(work, row_grain(rows * table.group * std::min(tokens, block)), [&](int64_t begin, int64_t end) {
-    const WorkspaceLease scratch(table.scratch_bytes);
+  const auto multiply = [&](int64_t token, int64_t group, int64_t group_end, const void* units, const void* low_units, void* scratch) {
     LowRank mine = addend;
-    for (int64_t at = begin; at < end;) {
-      const int64_t group = at % groups, group_end = std::min(groups, group + end - at), token = at / groups * block;
-      if (low) mine.input = low->block(token);
-      table.backward(packed, rows, group, group_end, layout, compute, source.block(token), std::min(tokens - token, block),
-                     low ? &mine : nullptr, LinearOutput{target + token * output_row, nullptr, K, dtype}, scratch.data());
-      at += group_end - group;
+    mine.input = low_units;
+    table.backward(packed, rows, group, group_end, layout, compute, units, std::min(tokens - token, block), low ? &mine : nullptr,
+                   LinearOutput{target + token * output_row, nullptr, K, dtype}, scratch);
+  };
+  const int64_t blocks = (tokens + block - 1) / block, threads = torch::stable::get_num_threads();
+  const int64_t source_bytes = source.bytes(block), own_bytes = source_bytes + (low ? low->bytes(block) : 0);
+  if (threads > 1 && blocks % threads == 0 && own_bytes <= kOwnBytes) {  // whole blocks for every thread, which waits for none
+    parallel_rows(threads, row_grain(rows * K * block), [&](int64_t first, int64_t last) {
+      const WorkspaceLease own(table.scratch_bytes + own_bytes);
+      char *const units = static_cast<char*>(own.data()) + table.scratch_bytes, *const low_units = units + source_bytes;
+      for (int64_t b = first * blocks / threads; b < last * blocks / threads; ++b) {
+        const int64_t token = b * block, count = std::min(tokens - token, block);
+        source.prepare(token, count, 0, count, units);
+        if (low) low->prepare(token, count, 0, count, low_units);
+        multiply(token, 0, groups, units, low_units, own.data());
+      }
+    });
+    return;
+  }
+  const Tensor prepared = prepare_gradients(source, tokens, block);
+  std::optional<Tensor> prepared_low;
+  if (low) prepared_low = prepare_gradients(*low, tokens, block);
+  const auto at = [](const Tensor& units, const GradientMatrix& g, int64_t token) {
+    return static_cast<const char*>(units.const_data_ptr()) + token * g.stride * 4;
+  };
+  parallel_rows(blocks * groups, row_grain(rows * table.group * std::min(tokens, block)), [&](int64_t begin, int64_t end) {
+    const WorkspaceLease scratch(table.scratch_bytes);
+    for (int64_t work = begin; work < end;) {
+      const int64_t group = work % groups, group_end = std::min(groups, group + end - work), token = work / groups * block;
+      multiply(token, group, group_end, at(prepared, source, token), low ? at(*prepared_low, *low, token) : nullptr, scratch.data());
+      work += group_end - group;
     }
   });
 }
