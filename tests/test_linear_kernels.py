@@ -182,9 +182,10 @@ def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> Non
 @pytest.mark.parametrize(
     ("M", "rows", "K"),
     [
-        (600, 1101, 700),  # blocks of 512 tokens; backward, panels of 512 units (bf16: two rows each) and 256 columns
-        (70, 301, 4300),  # panels of 144 rows (AMX: 192) and of 4096 columns
+        (600, 1101, 700),  # blocks of 512 tokens; backward, panels of 512 units and 256 columns (bf16: two rows each, 640)
+        (70, 301, 4300),  # panels of 96 rows (AMX: 192) and of 4096 columns
         (20, 301, 4300),  # few tokens: of 12 rows (AMX: 32); backward, of 128 units of rows and 1024 columns
+        (20, 301, 480),  # and of more rows, 240 units of pairs each: with 16 more they would lie 1 KiB apart
     ],
 )
 def test_more_than_one_block_of_everything(
@@ -397,6 +398,8 @@ def test_workspace_is_bounded_and_released() -> None:
         for tokens in (1, 8, 40):
             ops.linear(x[:1].expand(tokens, K), packed, None, NF4, 64, K)
             ops.linear_backward_input(grad[:1].expand(tokens, -1), packed, NF4, 64, K)
+    many = tokens_like((512, K), torch.float32)  # 2 threads keep what they prepare: 256 tokens, 1 MiB, backward a quarter
+    ops.linear_backward_input(ops.linear(many, packed[:256], None, NF4, 64, K), packed[:256], NF4, 64, K)
     kept = ops.workspace_bytes()
     assert 0 < kept <= torch.get_num_threads() * 4 * 2**20
     if Path("/proc/self/clear_refs").exists():

@@ -9,10 +9,10 @@ namespace {
 // A panel of decoded weights, columns x units of N, in L2; beside it are the gradients that meet it and the sums.
 struct BackwardShape {
   int64_t columns, units;
-  constexpr int64_t padded_units() const { return units + 1; }  // 1 more: a row's columns would share an L1 set
+  constexpr int64_t padded_units() const { return units | 1; }  // odd, or a row's columns would share an L1 set
   constexpr int64_t panel_floats() const { return padded_units() * columns; }
   constexpr int64_t sums_stride() const { return columns + 16; }
-  constexpr int64_t scratch_floats(int64_t tokens) const { return panel_floats() + tokens * sums_stride(); }
+  constexpr int64_t scratch_floats(int64_t tokens) const { return panel_floats() + round_up(tokens, 16) * sums_stride(); }
 };
 
 template <class Product>
@@ -123,6 +123,17 @@ constexpr int64_t units_of(int64_t elements) {
   return (elements + Product::kUnitElements - 1) / Product::kUnitElements;
 }
 
+// What `backward` takes of backward_shape: `groups` of columns in even passes, and no more units than `rows` and a low-rank part have.
+template <class Product>
+constexpr BackwardShape call_shape(int64_t tokens, int64_t rows, int64_t groups, int64_t rank) {
+  BackwardShape shape = backward_shape<Product>(tokens);
+  const int64_t most = shape.columns / kGroup, passes = (groups + most - 1) / most;
+  shape.columns = (groups + passes - 1) / passes * kGroup;
+  const int64_t units = round_up(units_of<Product>(rows > rank ? rows : rank), kUnitMultiple<Product>);
+  if (units < shape.units) shape.units = units;
+  return shape;
+}
+
 // (tokens, columns) -> prepared gradients of tokens [begin, end), zeros past the last column; `begin` is a multiple of kTokensTogether.
 template <class Product, class T>
 void pack_gradients(const T* matrix, int64_t tokens, int64_t columns, int64_t begin, int64_t end, void* units) {
@@ -205,6 +216,15 @@ inline void store_group(const Vector v[kGroup / kLanes], int64_t count, T* out) 
   store_values_of_row<Product, T, false>(sums, count, nullptr, out);
 }
 
+// For up to `groups` groups of columns.
+template <class Product>
+constexpr int64_t backward_scratch_floats(int64_t tokens, int64_t rows, int64_t groups, int64_t rank) {
+  BackwardShape shape = call_shape<Product>(tokens, rows, groups, rank);
+  const int64_t most = backward_shape<Product>(tokens).columns;  // fewer groups may take more of them at once
+  shape.columns = groups * kGroup < most ? groups * kGroup : most;
+  return shape.scratch_floats(tokens);
+}
+
 template <class Product, Codes codes>
 void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, const void* grad,
               int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
@@ -212,9 +232,8 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
   constexpr int kElements = Product::kUnitElements;
   constexpr int64_t kGroupUnits = kGroup / kElements;
   const Decoder<Product, codes> decoder(l);
-  const BackwardShape& shape = backward_shape<Product>(tokens);
-  const int64_t all_groups = group_end - group_begin, most_groups = shape.columns / kGroup;
-  const int64_t passes = (all_groups + most_groups - 1) / most_groups, column_groups = (all_groups + passes - 1) / passes;
+  const BackwardShape shape = call_shape<Product>(tokens, rows, group_end - group_begin, low_rank ? low_rank->rank : 0);
+  const int64_t column_groups = shape.columns / kGroup;
   [[maybe_unused]] const typename Layout<Product>::Scope scope{};
   float* panel = static_cast<float*>(scratch);
   float* sums = panel + shape.panel_floats();

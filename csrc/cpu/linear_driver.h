@@ -302,11 +302,12 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
                    LinearOutput{target + token * output_row, nullptr, K, dtype}, scratch);
   };
   const int64_t blocks = (tokens + block - 1) / block, threads = torch::stable::get_num_threads();
+  const int64_t scratch_bytes = table.backward_scratch(compute, std::min(tokens, block), rows, groups, addend.rank);
   const int64_t source_bytes = source.bytes(block), own_bytes = source_bytes + (low ? low->bytes(block) : 0);
   if (threads > 1 && blocks % threads == 0 && own_bytes <= kOwnBytes) {  // whole blocks for every thread, which waits for none
     parallel_rows(threads, row_grain(rows * K * block), [&](int64_t first, int64_t last) {
-      const WorkspaceLease own(table.scratch_bytes + own_bytes);
-      char *const units = static_cast<char*>(own.data()) + table.scratch_bytes, *const low_units = units + source_bytes;
+      const WorkspaceLease own(scratch_bytes + own_bytes);
+      char *const units = static_cast<char*>(own.data()) + scratch_bytes, *const low_units = units + source_bytes;
       for (int64_t b = first * blocks / threads; b < last * blocks / threads; ++b) {
         const int64_t token = b * block, count = std::min(tokens - token, block);
         source.prepare(token, count, 0, count, units);
@@ -323,7 +324,7 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
     return static_cast<const char*>(units.const_data_ptr()) + token * g.stride * 4;
   };
   parallel_rows(blocks * groups, row_grain(rows * table.group * std::min(tokens, block)), [&](int64_t begin, int64_t end) {
-    const WorkspaceLease scratch(table.scratch_bytes);
+    const WorkspaceLease scratch(scratch_bytes);
     for (int64_t work = begin; work < end;) {
       const int64_t group = work % groups, group_end = std::min(groups, group + end - work), token = work / groups * block;
       multiply(token, group, group_end, at(prepared, source, token), low ? at(*prepared_low, *low, token) : nullptr, scratch.data());

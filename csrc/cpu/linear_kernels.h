@@ -50,7 +50,7 @@ struct LinearKernels {
   int32_t lanes;          // tokens in one vector; prepared tiles are padded to a multiple of it
   int32_t tile_tokens;    // tokens in one tile of prepare_tiled
   int32_t exact_tokens;   // up to this M the forward multiplies exact fp32 weights whatever the input: that is faster, too
-  int64_t scratch_bytes;  // what `tiled` and `backward` need
+  int64_t scratch_bytes;  // what `tiled` needs
 
   const LinearArithmetic& in(Compute compute) const { return arithmetic[int(compute)]; }
 
@@ -76,9 +76,11 @@ struct LinearKernels {
 
   // output[:, group_begin * group : group_end * group] = grad (tokens, N) @ weight, for up to kLinearTokens tokens.
   // grad: prepare_gradients' units.
+  // scratch: backward_scratch's bytes, for that many groups of columns and more.
   void (*backward)(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& layout,
                    Compute compute, const void* grad, int64_t tokens, const LowRank* low_rank, const LinearOutput& output,
                    void* scratch);
+  int64_t (*backward_scratch)(Compute compute, int64_t tokens, int64_t rows, int64_t groups, int64_t rank);
 
   // matrix (rows, columns) of `dtype`, times `factor` in fp32 -> elements [offset, offset + columns) of (rows, stride) units.
   void (*prepare_low_rank)(const void* matrix, DType dtype, int64_t rows, int64_t columns, float factor, Compute compute,

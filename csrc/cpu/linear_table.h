@@ -67,6 +67,12 @@ void linear_backward(const uint8_t* packed, int64_t rows, int64_t group_begin, i
   });
 }
 
+int64_t linear_backward_scratch(Compute compute, int64_t tokens, int64_t rows, int64_t groups, int64_t rank) {
+  int64_t floats = 0;
+  with_product(Products{}, compute, [&]<class P>(P) { floats = backward_scratch_floats<P>(tokens, rows, groups, rank); });
+  return 4 * floats;
+}
+
 // body(Product{}, const T*) for the arithmetic and the element type.
 template <class Body>
 inline void with_operand(Compute compute, const void* matrix, DType dtype, const Body& body) {
@@ -102,10 +108,7 @@ constexpr LinearKernels linear_kernels() {
     k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, BackwardLayout<P>::kTokensTogether, int32_t(kUnitMultiple<P>),
                                       kOnTiles<P> ? 40 : 16, 0};
     constexpr int64_t forward = Layout<P>::kMany.floats() + Layout<P>::kSumsFloats;
-    constexpr int64_t back = BackwardLayout<P>::kMany.scratch_floats(kLinearTokens);
-    static_assert(BackwardLayout<P>::kFew.scratch_floats(kFewTokens) <= back);
     scratch = forward > scratch ? forward : scratch;
-    scratch = back > scratch ? back : scratch;
     // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4
     // tokens tiles are faster.
     if (kOnTiles<P>) k.exact_tokens = 4;
@@ -123,6 +126,7 @@ constexpr LinearKernels linear_kernels() {
   k.tiled = linear_tiled;
   k.prepare_gradients = linear_prepare_gradients;
   k.backward = linear_backward;
+  k.backward_scratch = linear_backward_scratch;
   k.prepare_low_rank = linear_prepare_low_rank;
   k.prepare_low_rank_tiled = linear_prepare_low_rank_tiled;
   return k;

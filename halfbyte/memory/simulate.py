@@ -37,7 +37,7 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 }
 
 WORKSPACE_PER_THREAD = 1458 << 10
-"""What a thread's panels of decoded weights and their sums take, by any instruction set."""
+"""About what a thread keeps: panels, sums and what it prepares for itself. Wide bf16 layers take up to 2 MiB more."""
 
 
 def simulate(
