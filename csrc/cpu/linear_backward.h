@@ -216,13 +216,11 @@ inline void store_group(const Vector v[kGroup / kLanes], int64_t count, T* out) 
   store_values_of_row<Product, T, false>(sums, count, nullptr, out);
 }
 
-// For up to `groups` groups of columns.
+// What `backward` needs for `groups` groups of columns, or some of them: of 6, say, it takes 3 at once, and 5 of 5.
 template <class Product>
 constexpr int64_t backward_scratch_floats(int64_t tokens, int64_t rows, int64_t groups, int64_t rank) {
-  BackwardShape shape = call_shape<Product>(tokens, rows, groups, rank);
-  const int64_t most = backward_shape<Product>(tokens).columns;  // fewer groups may take more of them at once
-  shape.columns = groups * kGroup < most ? groups * kGroup : most;
-  return shape.scratch_floats(tokens);
+  const int64_t most = backward_shape<Product>(tokens).columns / kGroup;
+  return call_shape<Product>(tokens, rows, groups < most ? groups : most, rank).scratch_floats(tokens);
 }
 
 template <class Product, Codes codes>

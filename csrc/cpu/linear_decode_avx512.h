@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kLanes = 16;
 constexpr int kGroup = 128;
-constexpr int kTileVectors = 4;  // the micro-kernel holds 6 x 4 sums, 4 vectors and 1 broadcast in 32 registers
+constexpr int kTileVectors = 4;  // backward: the micro-kernel holds 6 x 4 sums, 4 vectors and 1 broadcast in 32 registers
 
 using Vector = __m512;
 
