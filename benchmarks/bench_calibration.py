@@ -175,8 +175,7 @@ def main() -> None:
         rows[name] = [name, f"{loss:.4f}", f"{loss - dense:+.4f}", ratio, seconds]
         print("  ".join(map(str, rows[name])), flush=True)
         content = {"benchmark": args.output.stem, "environment": harness.environment(), "title": title, "columns": COLUMNS}
-        args.output.parent.mkdir(parents=True, exist_ok=True)
-        args.output.write_text(json.dumps({**content, "rows": list(rows.values())}, indent=1) + "\n")
+        harness.write_json(args.output, {**content, "rows": list(rows.values())})
 
     def wanted(name: str) -> bool:
         return name not in rows and (not args.only or any(part in name for part in args.only))

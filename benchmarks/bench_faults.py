@@ -36,13 +36,19 @@ def short(message: str, folder: str) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", default=",".join(faults.FAULTS), help="cases, separated by commas")
-    parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/faults.json")
+    parser.add_argument("--only", default="", help="cases, separated by commas")
+    parser.add_argument(
+        "--json", type=Path, help="where to write (default: benchmarks/results/faults.json; with --only nowhere)"
+    )
     args = parser.parse_args()
+    names = args.only.split(",") if args.only else list(faults.FAULTS)
+    if unknown := [name for name in names if name not in faults.FAULTS]:
+        parser.error(f"--only {','.join(unknown)!r} is no case; cases: {', '.join(faults.FAULTS)}")
+    path = args.json or (None if args.only else ROOT / "benchmarks/results/faults.json")
     torch.set_num_threads(1)  # as the ranks have
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        outcomes = faults.run(args.only.split(","), Path(folder), args.repeats)
+        outcomes = faults.run(names, Path(folder), args.repeats)
         for name, outcome in outcomes.items():
             fault = faults.FAULTS[name]
             rows.append(
@@ -61,7 +67,7 @@ def main() -> None:
         "recovered; messages as a rank without the fault sees them (or the source's warning)."
     )
     columns = ["fault", "outcome", "s", "worst s", "message", "training group afterwards", "checkpoint and cache on disk"]
-    harness.save_table("faults", title, columns, rows, args.json)
+    harness.save_table("faults", title, columns, rows, path, args.only)
 
 
 if __name__ == "__main__":

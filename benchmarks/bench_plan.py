@@ -230,7 +230,9 @@ def _rank(rank: int, case: PlanCase, folder: str) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="run only cases whose title contains this")
-    parser.add_argument("--json", type=Path, help="where to write the table")
+    parser.add_argument(
+        "--json", type=Path, help="where to write (default: benchmarks/results/plan-ISA.json; with --only nowhere)"
+    )
     args = parser.parse_args()
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
@@ -244,7 +246,7 @@ def main() -> None:
             rows.append([str(case), f"{plan.peak_bytes / 1e6:.2f}", f"{took / 1e6:.2f}", f"{100 * error:+.1f}"])
             errors.append(abs(error))
     title = "Peak memory of one rank in a training step, MB: what `halfbyte.plan` says and what the allocator measured."
-    harness.save_table("plan", title, ["case", "planned", "measured", "error, %"], rows, args.json)
+    harness.save_table("plan", title, ["case", "planned", "measured", "error, %"], rows, args.json, args.only)
     print(f"largest error: {100 * max(errors):.1f} %")
     if max(errors) > LIMIT:
         sys.exit(f"a prediction is off by more than {100 * LIMIT:.0f} %")

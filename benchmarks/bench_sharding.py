@@ -396,6 +396,8 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(MODELS), help="models, separated by commas")
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks/results/sharding.json")
     args = parser.parse_args()
+    if unknown := [name for name in args.only.split(",") if name not in MODELS]:
+        parser.error(f"--only {','.join(unknown)!r} is no model; models: {', '.join(MODELS)}")
     # glibc otherwise keeps freed buffers up to 32 MiB in its heap, where holes hide what is really held.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "131072"
     with tempfile.TemporaryDirectory() as folder:
@@ -407,7 +409,7 @@ def main() -> None:
     environment = {**harness.environment(), "threads": 1}
     result = {"benchmark": "sharding", "environment": environment, "rows": rows, "dense": dense}
     result["tables"] = tables(rows, dense)
-    args.json.write_text(json.dumps(result, indent=1) + "\n")
+    harness.write_json(args.json, result)
     import table
 
     print(table.plain(result))

@@ -203,6 +203,8 @@ def main() -> int:
     if not args.dry_run and not torch.cuda.is_available():
         print("gpu_check: torch sees no GPU (--dry-run exercises this script without one)", file=sys.stderr)
         return 2
+    if args.only != "floors" and len(tasks(not args.dry_run, args.only)) == 1:  # floors are always measured
+        parser.error(f"--only {args.only!r} is in the name of no check and no section")
     if args.child:
         return work(args)
     start = time.time()

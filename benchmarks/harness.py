@@ -10,7 +10,7 @@
         baseline="bitsandbytes",                            # printed as a ratio: how often `halfbyte` fits into a peer
         floors={"copy": n},                                 # "copy", "read", "write": bytes moved; timed in the same rounds
     )
-    report.save()                                           # JSON: environment, every row, every percentile
+    report.save()                                           # JSON: environment, every row, every percentile; whole runs
 
 A round gives each case one turn, the next round in the other order (A B B A): drift of the machine hits all of them alike.
 A turn is a call that is not timed, for what the turn before left behind (a core that slept through a single thread, another
@@ -45,6 +45,7 @@ from typing import Any, TypeVar
 import torch
 
 from halfbyte import _library  # registers torch.ops.halfbyte
+from halfbyte.checkpoint.folder import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
@@ -89,7 +90,9 @@ def arguments(doc: str | None, argv: Sequence[str] | None = None, **extra: Any) 
     parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds per comparison")
     parser.add_argument("--seconds", type=float, default=20.0, help="stop a comparison after this long (at least 3 rounds)")
     parser.add_argument("--only", default="", help="run only comparisons whose title contains this")
-    parser.add_argument("--json", type=Path, help="where to write (default: benchmarks/results/NAME-ISA.json)")
+    parser.add_argument(
+        "--json", type=Path, help="where to write (default: benchmarks/results/NAME-ISA.json; with --only nowhere)"
+    )
     for name, keywords in extra.items():
         parser.add_argument(f"--{name}", **keywords)
     args = parser.parse_args(argv)
@@ -327,7 +330,41 @@ def in_child(script: str, *arguments: str, timeout: float = 1800, **environment:
     return dict(json.loads(done.stdout.strip().splitlines()[-1]))
 
 
-def save_table(name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], path: Path | None) -> None:
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Writes results, whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(path, json.dumps(content, indent=1) + "\n")
+
+
+def save(content: Mapping[str, Any], path: Path | None, only: str) -> Path | None:
+    """Writes what a benchmark measured and prints where.
+
+    Args:
+        content: "benchmark", its name; "environment"; "comparisons" or "rows".
+        path: None: benchmarks/results/NAME-ISA.json, which holds whole runs.
+        only: the part that was asked for; "": all.
+
+    Returns:
+        The path; None: nothing was written, because a part must not take a whole run's place.
+
+    Raises:
+        SystemExit: nothing was measured; nothing is written.
+    """
+    name = content["benchmark"]
+    if not (content.get("comparisons") or content.get("rows")):
+        raise SystemExit(f"--only {only!r} is in the title of no comparison of {name}: nothing was measured or written")
+    if path is None and only:
+        print(f"\nnot written: --only {only!r} measured a part of {name} (--json FILE keeps it)")
+        return None
+    path = path or ROOT / "benchmarks" / "results" / f"{name}-{content['environment']['isa']}.json"
+    write_json(path, content)
+    print(f"\nwrote {path}")
+    return path
+
+
+def save_table(
+    name: str, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], path: Path | None, only: str = ""
+) -> None:
     """Prints a table and writes it as JSON with the environment; `table.py` puts it into README.md.
 
     Args:
@@ -335,17 +372,13 @@ def save_table(name: str, title: str, columns: Sequence[str], rows: Sequence[Seq
         title: what was measured, in one sentence with its units.
         columns: headings; the first one names the row.
         rows: strings and numbers, one per column.
-        path: None: benchmarks/results/NAME-ISA.json.
+        path, only: as `save` has them.
     """
-    env = environment()
-    target = path or ROOT / "benchmarks" / "results" / f"{name}-{env['isa']}.json"
-    target.parent.mkdir(parents=True, exist_ok=True)
-    content = {"benchmark": name, "environment": env, "title": title, "columns": [*columns], "rows": [[*r] for r in rows]}
-    target.write_text(json.dumps(content, indent=1) + "\n")
+    content = {"benchmark": name, "environment": environment(), "title": title}
     print(f"\n{title}")
     for row in [columns, *rows]:
         print("  ".join(f"{value!s:<40}" if i == 0 else f"{value!s:>16}" for i, value in enumerate(row)))
-    print(f"wrote {target}")
+    save(content | {"columns": [*columns], "rows": [[*r] for r in rows]}, path, only)
 
 
 class Report:
@@ -423,16 +456,12 @@ class Report:
             print(text + f"  ({row['quiet']} of {row['samples']} quiet)")
         sys.stdout.flush()
 
-    def save(self) -> Path:
-        """Writes the JSON and returns its path."""
-        path = self.args.json or ROOT / "benchmarks" / "results" / f"{self.name}-{self.environment['isa']}.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+    def save(self) -> Path | None:
+        """Writes the JSON, as the function `save` does."""
         content = {
             "benchmark": self.name,
             "environment": self.environment,
             "turn_calls": TURN_CALLS,
             "comparisons": self.comparisons,
         }
-        path.write_text(json.dumps(content, indent=1) + "\n")
-        print(f"\nwrote {path}")
-        return path
+        return save(content, self.args.json, self.args.only)

@@ -80,6 +80,8 @@ def main() -> None:
             return
         programs = {isa: build(isa, Path(folder)) for isa in isas}
         cases = [name for name in run([str(programs[isas[0]])]).splitlines() if args.only in name]
+        if not cases:
+            parser.error(f"--only {args.only!r} is in the name of no case")
         print(f"| instructions per element | {' | '.join(isas)} |\n|---|{'---:|' * len(isas)}")
         table: dict[str, dict[str, float | None]] = {}
         for case in cases:

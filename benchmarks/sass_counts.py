@@ -438,6 +438,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "sass-sm90.json")
     args = parser.parse_args()
     stems = [path.stem for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu")) if args.only in path.stem]
+    if not stems:
+        parser.error(f"--only {args.only!r} is in the name of no source file of csrc/cuda")
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2) as pool:
         outputs = dict(zip(stems, pool.map(lambda stem: compiled(stem, Path(folder)), stems), strict=True))
     figures, counts = [], []

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import importlib.util
+import json
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -93,3 +95,66 @@ def test_no_matrix_product_is_faster_than_the_products_floor(harness: ModuleType
     finally:
         torch.set_num_threads(threads)
     assert timings["floor"].best < 1.1 * timings["product"].best
+
+
+def test_a_part_does_not_take_the_place_of_a_whole_run(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--only` without `--json` prints; with it, or without `--only`, results are written; nothing measured is an error."""
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    name, isa = "linear", harness.environment()["isa"]
+    whole = tmp_path / "benchmarks" / "results" / f"{name}-{isa}.json"
+
+    def measured(*argv: str) -> Path | None:
+        report = harness.Report(name, harness.arguments("", [*argv, "--rounds", "3"]))
+        for title in ("nf4 M=1", "int8 M=1"):
+            report.compare(title, {"halfbyte": harness.Case(lambda i: None)}, verify=lambda: None)
+        saved = report.save()
+        assert saved is None or isinstance(saved, Path)
+        return saved
+
+    def titles(path: Path) -> list[str]:
+        return [comparison["title"] for comparison in json.loads(path.read_text())["comparisons"]]
+
+    assert measured() == whole
+    assert titles(whole) == ["nf4 M=1", "int8 M=1"]
+    before = whole.read_bytes()
+    assert measured("--only", "nf4") is None
+    assert "--only 'nf4' measured a part of linear" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"--only 'M=99' is in the title of no comparison of linear: nothing was"):
+        measured("--only", "M=99")
+    with pytest.raises(SystemExit, match="'M=99'"):
+        measured("--only", "M=99", "--json", str(whole))
+    assert whole.read_bytes() == before
+    part = tmp_path / "part.json"
+    assert measured("--only", "nf4", "--json", str(part)) == part
+    assert titles(part) == ["nf4 M=1"]
+    assert whole.read_bytes() == before
+    assert sorted(path.name for path in tmp_path.rglob("*") if path.is_file()) == [whole.name, part.name]
+
+
+def test_a_part_of_a_table_does_not_take_the_place_of_a_whole_one(
+    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(harness, "ROOT", tmp_path)
+    whole = tmp_path / "benchmarks" / "results" / f"plan-{harness.environment()['isa']}.json"
+    harness.save_table("plan", "MB", ["case", "planned"], [["llama", 1.0], ["mixer", 2.0]], None)
+    before = whole.read_bytes()
+    assert json.loads(before)["rows"] == [["llama", 1.0], ["mixer", 2.0]]
+    harness.save_table("plan", "MB", ["case", "planned"], [["llama", 3.0]], None, "llama")
+    with pytest.raises(SystemExit, match="--only 'bert' is in the title of no comparison of plan"):
+        harness.save_table("plan", "MB", ["case", "planned"], [], whole, "bert")
+    assert whole.read_bytes() == before
+    harness.save_table("plan", "MB", ["case", "planned"], [["llama", 3.0]], whole, "llama")
+    assert json.loads(whole.read_text())["rows"] == [["llama", 3.0]]
+
+
+@pytest.mark.parametrize("name", ["instruction_counts", "sass_counts", "gpu_check", "bench_faults", "bench_sharding"])
+def test_only_names_something(name: str) -> None:
+    """A name that nothing has, in scripts that know all names, is an error that says so; nothing else happens."""
+    arguments = ["--only", "nothing-of-that-name", *(["--dry-run"] if name == "gpu_check" else [])]
+    arguments += ["--isa", "scalar"] if name == "instruction_counts" else []
+    script = ROOT / "benchmarks" / f"{name}.py"
+    done = subprocess.run([sys.executable, str(script), *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert "--only 'nothing-of-that-name' is" in done.stderr
