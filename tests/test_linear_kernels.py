@@ -398,7 +398,7 @@ def test_workspace_is_bounded_and_released() -> None:
         for tokens in (1, 8, 40):
             ops.linear(x[:1].expand(tokens, K), packed, None, NF4, 64, K)
             ops.linear_backward_input(grad[:1].expand(tokens, -1), packed, NF4, 64, K)
-    many = tokens_like((512, K), torch.float32)  # 2 threads keep what they prepare: 256 tokens, 1 MiB, backward a quarter
+    many = tokens_like((512, K), torch.float32)  # 2 threads keep what they prepare: 256 tokens, 1 MiB, backward less
     ops.linear_backward_input(ops.linear(many, packed[:256], None, NF4, 64, K), packed[:256], NF4, 64, K)
     kept = ops.workspace_bytes()
     assert 0 < kept <= torch.get_num_threads() * 4 * 2**20

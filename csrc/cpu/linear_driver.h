@@ -248,15 +248,26 @@ struct GradientMatrix {
     const int64_t elements = elements_per_unit(compute);
     stride = round_up((columns + elements - 1) / elements, kernels().linear.in(compute).gradient_units);
   }
+  // Whether the matrix is what prepare() would write.
+  bool ready() const { return dtype == DType::kFloat32 && kernels().linear.in(compute).plain_gradients; }
   int64_t bytes(int64_t tokens) const { return round_up(tokens, kernels().linear.in(compute).gradient_tokens) * stride * 4; }
+  // What a thread needs to prepare so many for itself.
+  int64_t own_bytes(int64_t tokens) const { return ready() ? 0 : bytes(tokens); }
   // Tokens [begin, end) of the block of `count` from `token` on -> the block's units.
   void prepare(int64_t token, int64_t count, int64_t begin, int64_t end, void* units) const {
     kernels().linear.prepare_gradients(at_row(*matrix, token, columns), dtype, count, columns, compute, begin, end, units);
+  }
+  // The block's units, prepared in `own` if they are not ready.
+  const void* prepared(int64_t token, int64_t count, void* own) const {
+    if (ready()) return at_row(*matrix, token, columns);
+    prepare(token, count, 0, count, own);
+    return own;
   }
 };
 
 // All of `g`, block after block: that of `token` is stride * token units behind the first.
 inline Tensor prepare_gradients(const GradientMatrix& g, int64_t tokens, int64_t block) {
+  if (g.ready()) return *g.matrix;
   const int64_t together = kernels().linear.in(g.compute).gradient_tokens;
   Tensor units = new_tensor(*g.matrix, {g.bytes(tokens)}, ScalarType::Byte);
   auto* out = static_cast<char*>(units.mutable_data_ptr());
@@ -303,16 +314,15 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
   };
   const int64_t blocks = (tokens + block - 1) / block, threads = torch::stable::get_num_threads();
   const int64_t scratch_bytes = table.backward_scratch(compute, std::min(tokens, block), rows, groups, addend.rank);
-  const int64_t source_bytes = source.bytes(block), own_bytes = source_bytes + (low ? low->bytes(block) : 0);
+  const int64_t source_bytes = source.own_bytes(block), own_bytes = source_bytes + (low ? low->own_bytes(block) : 0);
   if (threads > 1 && blocks % threads == 0 && own_bytes <= kOwnBytes) {  // whole blocks for every thread, which waits for none
     parallel_rows(threads, row_grain(rows * K * block), [&](int64_t first, int64_t last) {
       const WorkspaceLease own(scratch_bytes + own_bytes);
-      char *const units = static_cast<char*>(own.data()) + scratch_bytes, *const low_units = units + source_bytes;
+      char* const units = static_cast<char*>(own.data()) + scratch_bytes;
       for (int64_t b = first * blocks / threads; b < last * blocks / threads; ++b) {
         const int64_t token = b * block, count = std::min(tokens - token, block);
-        source.prepare(token, count, 0, count, units);
-        if (low) low->prepare(token, count, 0, count, low_units);
-        multiply(token, 0, groups, units, low_units, own.data());
+        const void* const low_units = low ? low->prepared(token, count, units + source_bytes) : nullptr;
+        multiply(token, 0, groups, source.prepared(token, count, units), low_units, own.data());
       }
     });
     return;

@@ -36,10 +36,11 @@ struct LowRank {
 
 // What the kernels do in one arithmetic.
 struct LinearArithmetic {
-  bool any_tokens;          // `tiled` and `backward` have it; the next four are for them
+  bool any_tokens;          // `tiled` and `backward` have it; the next five are for them
   int32_t block_rows;       // rows of `tiled`'s micro-kernel; no thread should get a part of them
   int32_t gradient_tokens;  // tokens of prepared gradients that lie together; no thread should get a part of them
   int32_t gradient_units;   // prepared gradients take so many units for each token, or a multiple
+  bool plain_gradients;     // prepared gradients of fp32 are the matrix itself
   int32_t decoding_tokens;  // `tiled` decodes a weight in the time of multiplying it by so many tokens
   int32_t direct_tokens;    // up to this M the `direct` kernels are the faster ones; 0: they do not have it
 };

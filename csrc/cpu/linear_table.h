@@ -106,7 +106,7 @@ constexpr LinearKernels linear_kernels() {
   int64_t scratch = 0;
   for_each_product(Products{}, [&]<class P>(P) {
     k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, BackwardLayout<P>::kTokensTogether, int32_t(kUnitMultiple<P>),
-                                      kOnTiles<P> ? 40 : 16, 0};
+                                      BackwardLayout<P>::kPlain && P::kUnitElements == 1, kOnTiles<P> ? 40 : 16, 0};
     constexpr int64_t forward = Layout<P>::kMany.floats() + Layout<P>::kSumsFloats;
     scratch = forward > scratch ? forward : scratch;
     // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4
