@@ -36,8 +36,9 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "sgd-momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
 }
 
-WORKSPACE_PER_THREAD = 1458 << 10
-"""About what a thread keeps: panels, sums and what it prepares for itself. Wide bf16 layers take up to 2 MiB more."""
+WORKSPACE_PER_THREAD = 1300 << 10
+"""About what a thread keeps: panels, sums and what it prepares for itself. 970 KiB with few tokens, 1370 with many; wide
+bf16 layers take up to 2 MiB more."""
 
 
 def simulate(
