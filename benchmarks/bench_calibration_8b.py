@@ -20,6 +20,7 @@ from unittest import mock
 
 import harness
 import torch
+from measured_memory import PeakMemory
 from transformers import AutoModelForCausalLM, LlamaConfig
 from transformers.utils import logging
 
@@ -64,7 +65,7 @@ def child(folder: str, tokens: int) -> None:
     with (
         tempfile.TemporaryDirectory() as out,
         mock.patch.object(Folder, "finish_block", noted),
-        harness.PeakMemory() as memory,
+        PeakMemory() as memory,
     ):
         halfbyte.calibrate(folder, ids, "nf4", tokens=tokens, out=Path(out, "q"))
     seconds = [after - before for before, after in itertools.pairwise(finished)]

@@ -21,6 +21,7 @@ from typing import Any
 
 import harness
 import torch
+from measured_memory import PeakMemory
 
 sys.path.insert(0, str(harness.ROOT / "examples"))
 
@@ -68,7 +69,7 @@ def child(case: str, model_path: str, steps: int) -> None:
     make_optimizer = optimizers()[library]
     train, _ = blocks_of_text(model_path, None, LENGTH, 24)
     torch.manual_seed(0)
-    with harness.PeakMemory() as memory:
+    with PeakMemory() as memory:
         started = time.perf_counter()
         model = load(model_path, case, dtype)
         loading, weights = time.perf_counter() - started, sum(p.numel() * p.element_size() for p in model.parameters())

@@ -26,6 +26,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests/distributed")]
 
 import harness  # noqa: E402
 import torch  # noqa: E402
+from measured_memory import PeakMemory  # noqa: E402
 
 CASES = {
     "one rank for all": "halfbyte.load_quantized, every rank gets all rows (DDP)",
@@ -115,7 +116,7 @@ def rank_main(case: str, folder: Path, layers: int) -> None:
     halfbyte.quantize(torch.zeros(2, 64))
     dist.barrier()
     began = time.perf_counter()
-    with harness.PeakMemory() as memory:
+    with PeakMemory() as memory:
         if library:
             made: Any = peft_bridge.HalfbyteConfig("nf4")
             if library == "bitsandbytes":

@@ -35,7 +35,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -285,37 +284,6 @@ def _timing(samples: list[float], quiet: list[float]) -> Timing:
     low, high = ordered[len(ordered) // 5], ordered[len(ordered) * 4 // 5]
     median = statistics.median(quiet) if len(quiet) >= 5 else low
     return Timing(median, low, high, ordered[0], len(samples), len(quiet))
-
-
-def anonymous_bytes() -> int:
-    """Anonymous resident memory of this process: pages of mapped checkpoint files don't count."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
-    return int(line.split()[1]) * 1024
-
-
-class PeakMemory:
-    """`with PeakMemory() as memory:` samples `anonymous_bytes` every 5 ms: `.bytes` most, `.kept` last, above the start."""
-
-    def __enter__(self) -> PeakMemory:
-        self._start = self._most = anonymous_bytes()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.005):
-            self._most = max(self._most, anonymous_bytes())
-
-    def __exit__(self, *exception: object) -> None:
-        self._done.set()
-        self._thread.join()
-        now = anonymous_bytes()
-        self._most, self.kept = max(self._most, now), now - self._start
-
-    @property
-    def bytes(self) -> int:
-        return self._most - self._start
 
 
 def in_child(script: str, *arguments: str, timeout: float = 1800, **environment: str) -> dict[str, Any]:

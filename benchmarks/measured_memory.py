@@ -1,14 +1,16 @@
-"""The peak of a real training step on the CPU, from the allocator's own events.
+"""Memory of real work on the CPU: the peak of a training step from the allocator's own events, or the process's, sampled.
 
 torch.profiler records every allocation and release of c10's CPU allocator with its size and time; their running sum from a
 marker on is what the step really held. Scratch of halfbyte's kernels, which they keep outside that allocator, is added.
 Releases on other threads are found late, so that a run with collectives may read too high, never too low: the smallest of a
-few runs is the best measurement. Not seen: memory that BLAS libraries take for themselves.
+few runs is the best measurement. Not seen: memory that BLAS libraries take for themselves; `PeakMemory` sees it.
 """
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,3 +63,34 @@ def _events(recorded: Any) -> tuple[int, list[tuple[int, int, int]]]:
             began = event.start_time_ns if began is None else min(began, event.start_time_ns)
     assert began is not None, "the profiler has not recorded the marker"
     return began, sorted(changes, key=lambda change: change[0])
+
+
+def anonymous_bytes() -> int:
+    """Anonymous resident memory of this process: pages of mapped checkpoint files don't count."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+
+class PeakMemory:
+    """`with PeakMemory() as memory:` samples `anonymous_bytes` every 5 ms: `.bytes` most, `.kept` last, above the start."""
+
+    def __enter__(self) -> PeakMemory:
+        self._start = self._most = anonymous_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.005):
+            self._most = max(self._most, anonymous_bytes())
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+        now = anonymous_bytes()
+        self._most, self.kept = max(self._most, now), now - self._start
+
+    @property
+    def bytes(self) -> int:
+        return self._most - self._start

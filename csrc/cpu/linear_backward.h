@@ -47,7 +47,7 @@ struct BackwardLayout {
   static constexpr int64_t kTokensTogether = 1;
   // Tokens that meet all columns of a panel before the next ones do, a multiple of the micro-kernel's. AVX2: L2 keeps their gradients,
   // the next ones are fetched meanwhile, and sums that are complete are stored while they are in L1, to lines that were fetched
-  // (Zen 3: 1 to 11 % faster). AVX-512 (Zen 5) gained nothing, and takes all at once.
+  // (csrc/README.md). AVX-512 gained nothing, and takes all at once.
   static constexpr int64_t kStripTokens = kLanes < 16 ? 24 : kLinearTokens;
   // Whether prepared gradients lie as in their matrix. Else each panel's units of all tokens lie together: passed over once for every
   // run of columns, rows that are a power of two apart would share sets of L2.

@@ -252,7 +252,7 @@ template <class Product, int R, int G>
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) prefetch(sums + (R + r) * sums_stride + g * kLanes);
     }
-    // Two at a time in AVX2: fewer instructions, for when another thread shares the core (Zen 3: 3 to 7 % faster then, else the same).
+    // Two at a time in AVX2: fewer instructions, which counts where another thread shares the core.
 #pragma GCC unroll(kLanes < 16 ? 2 : 1)
     for (int64_t i = u; i < stop; ++i, b += G * kLanes) {
       typename Product::Values v[G];

@@ -37,7 +37,8 @@ struct Layout {
   static constexpr int64_t kDecodedRows = kMany.rows;       // at a time
   static constexpr bool kFetchDecoding = false;             // the next panel's codes are fetched while this one is multiplied
   static constexpr int64_t kVectorStep = kLanes;
-  static constexpr int64_t kStreamedUnits = 1024;  // of a strip that is larger than L1
+  static constexpr bool kFetchStrips = kLanes < 16;  // AVX-512's micro-kernel fetches as it goes
+  static constexpr int64_t kStreamedUnits = 1024;    // of a strip that is larger than L1
 
   // For so many tokens, and units in all.
   static constexpr PanelShape shape(int64_t tokens, int64_t all) {
@@ -64,11 +65,11 @@ struct Layout {
   // Tokens of the next strip, of so many: `multiply` takes one, whose units stay in L1 while all rows of a panel pass.
   static constexpr int64_t strip_tokens(int64_t tokens) { return tile_vectors<Product>(tokens) * kLanes; }
 
-  // The units that the strip from token `m` on has for a panel, fetched while `rows` rows meet the strip before it. AVX2: strips that L1
-  // cannot hold come from L2 for every micro-kernel but the first, and for that one they would come from L3.
+  // The units that the strip from token `m` on has for a panel, fetched while `rows` rows meet the strip before it: those that L1 cannot
+  // hold come from L2 for every micro-kernel but the first, and for that one they would come from L3.
   static Ahead next_strip(const float* activations, int64_t tokens, int64_t m, int64_t all_units, int64_t first_unit, int64_t count,
                           int64_t rows) {
-    if (kLanes == 16 || count < kStreamedUnits || tokens - m < kTileTokens) return {};
+    if (count < kStreamedUnits || tokens - m < kTileTokens) return {};
     const int64_t lines = count * kTileTokens * 4 / 64, of_row = (lines + rows - 1) / rows;
     return {reinterpret_cast<const uint8_t*>(activations + unit_at<Product>(all_units, tokens, m, kTileTokens, first_unit)), of_row * 64,
             count / of_row};
@@ -104,6 +105,7 @@ struct Layout<Product> {
   static constexpr PanelShape kMany{192, kTogether};  // rows: of sums in L2
   static constexpr int64_t kDecodedRows = kBlockRows;  // in L1: what is decoded is multiplied by all tokens at once
   static constexpr bool kFetchDecoding = true;         // its products may be over too soon
+  static constexpr bool kFetchStrips = false;          // `multiply` takes all at once
   static constexpr int64_t kVectorStep = kTileUnits;
   static constexpr int64_t kSumsStrip = kLinearTokens * kTileSide;
 
@@ -128,7 +130,6 @@ struct Layout<Product> {
   static constexpr int64_t kSumsFloats = kMany.rows * (kLinearTokens + 16);
 
   static constexpr int64_t strip_tokens(int64_t tokens) { return tokens; }
-  static Ahead next_strip(const float*, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t) { return {}; }
 
   static void multiply(const TileOperand& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t /*m0*/,
                        int64_t all_units, int64_t first_unit, int64_t count, const Sums& sums, bool first, const Ahead& next,
@@ -187,7 +188,8 @@ inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_en
         for (int64_t m = 0, strip; m < tokens; m += strip, next = {}) {
           strip = L::strip_tokens(tokens - m);
           if (strip > tokens - m) strip = tokens - m;
-          if (!next.line) next = L::next_strip(activations, tokens, m + strip, all, u0, count, padded);
+          if constexpr (L::kFetchStrips)
+            if (!next.line) next = L::next_strip(activations, tokens, m + strip, all, u0, count, padded);
           const auto of_strip = sums.from(0, whole ? 0 : m);
           L::multiply(L::panel(shape, panel), r0, padded, activations, tokens, m, all, u0, count, of_strip, u0 == 0, next,
                       last ? rows.target(n0, of_panel, m, strip) : Target{});

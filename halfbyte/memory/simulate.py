@@ -37,8 +37,8 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
 }
 
 WORKSPACE_PER_THREAD = 1300 << 10
-"""About what a thread keeps: panels, sums and what it prepares for itself. 970 KiB with few tokens, 1370 with many; wide
-bf16 layers take up to 2 MiB more."""
+"""About what a thread keeps: panels, sums and what it prepares for itself. Fewer with few tokens, which need no more than
+the forward's panel and sums; wide bf16 layers take up to 2 MiB more."""
 
 
 def simulate(
