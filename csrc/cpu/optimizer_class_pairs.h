@@ -25,15 +25,17 @@ struct alignas(64) ClassPairs {
   }
 };
 
-// What is smaller than the first pair has its class.
+// What is smaller than the first pair has its class, and becomes its first number: in class 0 either is far below the first step.
 template <bool SIGNED>
 class Class {
  public:
-  void guess(Floats a) {
-    bits_ = bits(maximum(a, splat(0x1p-29f)));
+  void guess(Floats product) {
+    const Floats least = splat(0x1p-29f);
+    bits_ = bits(SIGNED ? larger_magnitude(product, least) : maximum(product, least));
     step_ = bits(in_turn(_mm512_permutexvar_ps(shift_right<24>(bits_), _mm512_load_ps(kPairs.step))));
   }
-  void correct(Floats) { index_ = shift_right<24>(add_ints(bits_, step_)); }
+  void correct() { index_ = shift_right<24>(add_ints(bits_, step_)); }
+  Floats magnitude() const { return from_bits(bits_); }
   Floats J() const { return _mm512_permutexvar_ps(index_, _mm512_load_ps(kPairs.J)); }
   Floats scaled(Floats x, float offset) const {
     return fma(x, _mm512_permutexvar_ps(index_, _mm512_load_ps(kPairs.P)), splat(offset));

@@ -66,24 +66,21 @@ struct FactorPerLane {
 };
 
 // Code words of N vectors of x, times their factors 0 to 1.0000001 in magnitude. Bits 16 to 23 are m (signed, 0..128) or m - 1
-// (unsigned, 0..255; 0 for whatever lies below m = 2), the lower half is the fraction behind it, which is small where a may lie on the
-// other side of a midpoint.
+// (unsigned, 0..255; 0 for whatever lies below m = 2), the lower half is the fraction behind it, which is small where the product may
+// lie on the other side of a midpoint.
 template <bool SIGNED, int N, class Factor>
 [[gnu::always_inline]] inline void code_words(const float* x, const Factor& factor, int vector, Ints* words) {
   constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
-  Floats a[N], w[N];
+  Floats w[N];
   Class<SIGNED> c[N];
 #pragma GCC unroll 4
-  for (int j = 0; j < N; ++j) {
-    const Floats value = load(x + j * kWidth);
-    a[j] = mul(SIGNED ? from_bits(bit_and(bits(value), splat_bits(0x7FFFFFFFu))) : value, factor.of(vector + j));
-  }
+  for (int j = 0; j < N; ++j) w[j] = mul(load(x + j * kWidth), factor.of(vector + j));
 #pragma GCC unroll 4
-  for (int j = 0; j < N; ++j) c[j].guess(a[j]);
+  for (int j = 0; j < N; ++j) c[j].guess(w[j]);
 #pragma GCC unroll 4
-  for (int j = 0; j < N; ++j) c[j].correct(a[j]);
+  for (int j = 0; j < N; ++j) c[j].correct();
 #pragma GCC unroll 4
-  for (int j = 0; j < N; ++j) w[j] = in_turn(minimum(fma(a[j], c[j].J(), splat(float(8.0 / 9.0))), splat(kInsideLastStep)));
+  for (int j = 0; j < N; ++j) w[j] = in_turn(minimum(fma(c[j].magnitude(), c[j].J(), splat(float(8.0 / 9.0))), splat(kInsideLastStep)));
 #pragma GCC unroll 4
   for (int j = 0; j < N; ++j) {
     const Ints word = bits(c[j].scaled(w[j], map.code_offset));
@@ -95,18 +92,22 @@ template <bool SIGNED, int N, class Factor>
 // Codes of x times the vector's factor for VECTORS vectors; writes kGroup bytes, those after the last vector are unspecified.
 template <bool SIGNED, int VECTORS, class Factor>
 [[gnu::always_inline]] inline void encode_group(const float* x, const Factor& factor, uint8_t* codes) {
-  Ints nearest = splat_bits(0xFFFFFFFFu), words[4] = {nearest, nearest, nearest, nearest};
+  const Ints none = splat_bits(0xFFFFFFFFu);
+  Ints words[4] = {none, none, none, none}, nearest = none;
   constexpr int kTurns = VECTORS < kByTurns ? VECTORS : kByTurns;
   static_assert(VECTORS % kTurns == 0);
 #pragma GCC unroll 4
   for (int j = 0; j < VECTORS; j += kTurns) {
     code_words<SIGNED, kTurns>(x + j * kWidth, factor, j, words + j);
 #pragma GCC unroll 4
-    for (int i = j; i < j + kTurns; ++i) nearest = minimum_halves(nearest, words[i]);
+    for (int i = j; i < j + kTurns; ++i) nearest = i == 0 ? words[0] : minimum_halves(nearest, words[i]);
   }
-  if (SIGNED) store_signed_codes(codes, words, x);
-  else store_unsigned_codes(codes, words, x);
-  if (any_half_below(nearest, kTieLimit<SIGNED>)) [[unlikely]] {
+  // A positive second moment has no code 0, but one so far below the block's largest is rare: looked for only where there is a 0.
+  const Codes found = SIGNED ? signed_codes(words, x) : unsigned_codes(words);
+  store_codes(codes, found);
+  const bool rare = SIGNED ? any_half_below(nearest, kTieLimit<SIGNED>) : any_half_below_or_zero(nearest, kTieLimit<SIGNED>, found);
+  if (rare) [[unlikely]] {
+    if (!SIGNED) store_codes(codes, positive_not_zero(found, x));
     alignas(64) float factors[kGroup];
     uint64_t near = 0;
     for (int j = 0; j < VECTORS; ++j) {

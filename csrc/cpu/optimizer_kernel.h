@@ -64,9 +64,19 @@ constexpr bool has_second_moment(OptimizerRule rule) {
   return rule == OptimizerRule::kAdamW || rule == OptimizerRule::kAdam;
 }
 
-// The largest |moment| of each lane, as bits.
+inline Ints magnitude_bits(Floats a) { return bit_and(bits(a), splat_bits(0x7FFFFFFFu)); }
+
+// The largest |moment| of each lane, as bits: NaN counts as the largest of all, and so does a negative second moment.
 struct LaneMaxima {
   Ints first = splat_bits(0), second = splat_bits(0);
+
+  // Of two vectors' first moments. Beside a second moment larger_magnitude will do, which may pass over NaN: where a first moment is NaN,
+  // the gradient was not finite, and the second one is not, or the block's scale was not, and none of its first moments is.
+  template <OptimizerRule RULE>
+  [[gnu::always_inline]] void add_first(Floats low, Floats high) {
+    if constexpr (has_second_moment(RULE)) first = maximum_unsigned(first, bits(larger_magnitude(low, high)));
+    else first = maximum_unsigned(maximum_unsigned(first, magnitude_bits(low)), magnitude_bits(high));
+  }
 };
 
 // What a vector's new moments leave for its parameter: rules with two moments have the root and the division before them.
@@ -76,7 +86,8 @@ struct Updated {
 };
 
 // One vector's new moments, also written to first[0..kWidth) and second[0..kWidth). The codes are those of code_floats; rules with one
-// moment ignore the second. Inlined by order, or the block's factors would be loaded again for each vector.
+// moment ignore the second. Of the maxima it adds to the second's. Inlined by order, or the block's factors would be loaded again for each
+// vector.
 template <OptimizerRule RULE>
 [[gnu::always_inline]] inline Updated update_moments(Floats param, Floats grad, Floats first_code, Floats second_code,
                                                      const BlockFactors& f, float* first, float* second, LaneMaxima& most) {
@@ -87,7 +98,6 @@ template <OptimizerRule RULE>
   }
   const Floats moment = fma(stored, f.first_keep, mul(grad, f.first_take));
   store(first, moment);
-  most.first = maximum_unsigned(most.first, bit_and(bits(moment), splat_bits(0x7FFFFFFFu)));
   if constexpr (has_second_moment(RULE)) {
     const Floats square = fma(decode_unsigned(second_code), f.second_keep, mul(mul(grad, grad), f.second_take));
     store(second, square);
@@ -151,20 +161,29 @@ class NewParameters {
 };
 
 // Where the root and the division come after the moments of the whole block, while they are encoded: beside them, in one chain of 75
-// cycles, they hold up what decodes and encodes (Zen 3). Not with AVX-512: Zen 4 loses 3 % by loading parameters and moments again.
+// cycles, they hold up what decodes and encodes (Zen 3). With AVX-512 they come after the moments of the next pair of vectors, which is
+// far enough: while encoding Zen 4 loses 3 % by them.
 template <OptimizerRule RULE>
 constexpr bool kLate = has_second_moment(RULE) && kWidth == 8;
 
-// New parameters of the group of 4 vectors from `at` on, whose moments are in first and second.
+// New parameters of the pair of vectors from j on, whose two moments are in first and second.
 template <OptimizerRule RULE, class P>
-[[gnu::always_inline]] inline void put_late(const P* param, const float* first, const float* second, int64_t at,
-                                            const BlockFactors& f, NewParameters<P>& fresh) {
-#pragma GCC unroll 2
-  for (int64_t j = at; j < at + kGroup; j += 2 * kWidth) {
-    const int64_t k = j + kWidth;
-    const Updated low{load(first + j), load(second + j), splat(0.0f)}, high{load(first + k), load(second + k), splat(0.0f)};
-    fresh.put_pair(j, apply_moments<RULE>(load_as(param + j), low, f), apply_moments<RULE>(load_as(param + k), high, f));
-  }
+[[gnu::always_inline]] inline void put_later(const P* param, const float* first, const float* second, int64_t j, const BlockFactors& f,
+                                             NewParameters<P>& fresh) {
+  const int64_t k = j + kWidth;
+  Floats low, high;
+  load_pair_as(param + j, low, high);
+  low = apply_moments<RULE>(low, {load(first + j), load(second + j), low}, f);
+  high = apply_moments<RULE>(high, {load(first + k), load(second + k), high}, f);
+  fresh.put_pair(j, low, high);
+}
+
+// Of a group of 4 vectors from `at` on.
+template <OptimizerRule RULE, class P>
+[[gnu::always_inline]] inline void put_late(const P* param, const float* first, const float* second, int64_t at, const BlockFactors& f,
+                                            NewParameters<P>& fresh) {
+  put_later<RULE>(param, first, second, at, f, fresh);
+  put_later<RULE>(param, first, second, at + 2 * kWidth, f, fresh);
 }
 
 // Updates `count` elements; `index`: global index of the first one. Inlined by order: a call for each block would load the tables,
@@ -182,9 +201,6 @@ template <OptimizerRule RULE, class P, class G>
   const auto update = [&](int64_t j, Floats param, Floats grad, Floats first_code, Floats second_code) __attribute__((always_inline)) {
     return update_moments<RULE>(param, grad, first_code, second_code, f, first + j, kTwo ? second + j : second, lanes);
   };
-  const auto update_whole = [&](int64_t j, Floats first_code, Floats second_code) __attribute__((always_inline)) {
-    return update(j, load_as(block.param + j), load_as(block.grad + j), first_code, second_code);
-  };
   const uint8_t* const second_codes = kTwo ? block.second_codes : block.first_codes;
   for (; i + kGroup <= count; i += kGroup) {
     const CodeGroup of_first = load_code_group(block.first_codes + i), of_second = load_code_group(second_codes + i);
@@ -192,22 +208,32 @@ template <OptimizerRule RULE, class P, class G>
 #pragma GCC unroll 2
     for (int v = 0; v < 4; v += 2) {
       const int64_t j = i + v * kWidth, k = j + kWidth;
-      const Updated low = update_whole(j, code_floats(of_first, v), code_floats(of_second, v));
-      const Updated high = update_whole(k, code_floats(of_first, v + 1), code_floats(of_second, v + 1));
-      if (kLate<RULE>) continue;
-      fresh.put_pair(j, apply_moments<RULE>(load_as(block.param + j), low, f), apply_moments<RULE>(load_as(block.param + k), high, f));
+      Floats low_param, high_param, low_grad, high_grad;
+      load_pair_as(block.param + j, low_param, high_param);
+      load_pair_as(block.grad + j, low_grad, high_grad);
+      const Updated low = update(j, low_param, low_grad, code_floats(of_first, v), code_floats(of_second, v));
+      const Updated high = update(k, high_param, high_grad, code_floats(of_first, v + 1), code_floats(of_second, v + 1));
+      lanes.add_first<RULE>(low.first, high.first);
+      if constexpr (!kTwo) fresh.put_pair(j, low.param, high.param);
+      else if (!kLate<RULE> && j > 0) put_later<RULE>(block.param, first, second, j - 2 * kWidth, f, fresh);
     }
   }
   const int64_t grouped = i;
+  if constexpr (kTwo && !kLate<RULE>) {
+    if (grouped > 0) put_later<RULE>(block.param, first, second, grouped - 2 * kWidth, f, fresh);
+  }
   for (; i + kWidth <= count; i += kWidth) {
-    const Updated u = update_whole(i, code_floats(block.first_codes + i), code_floats(second_codes + i));
-    fresh.put(i, apply_moments<RULE>(load_as(block.param + i), u, f));
+    const Floats param = load_as(block.param + i);
+    const Updated u = update(i, param, load_as(block.grad + i), code_floats(block.first_codes + i), code_floats(second_codes + i));
+    lanes.add_first<RULE>(u.first, u.first);
+    fresh.put(i, apply_moments<RULE>(param, u, f));
   }
   if (i < count) {
     const int64_t n = count - i;  // fewer than a vector: zeros behind them
     const Floats param = load_first(block.param + i, n);
     const Updated u = update(i, param, load_first(block.grad + i, n), code_floats_of_first(block.first_codes + i, n, 127),
                              code_floats_of_first(second_codes + i, n, 0));
+    lanes.add_first<RULE>(u.first, u.first);
     fresh.put_first(i, apply_moments<RULE>(param, u, f), n);
   }
   MomentMaxima most{largest(lanes.first), largest(lanes.second)};
@@ -261,7 +287,7 @@ int64_t update_short_rows(const OptimizerTensor& t, const OptimizerScalars& s, i
       LaneMaxima lanes;
       const Updated u = update_moments<RULE>(load_as(block.param + i), load_as(block.grad + i), code_floats(first_codes, j),
                                              code_floats(second_codes, j), f, first + i, kTwo ? second + i : second, lanes);
-      first_most[j] = lanes.first;
+      first_most[j] = magnitude_bits(u.first);
       second_most[j] = lanes.second;
       if (!kLate<RULE>) fresh.put(i, apply_moments<RULE>(load_as(block.param + i), u, f));
     }

@@ -26,6 +26,10 @@ inline Floats load_as(const BFloat16* p) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
 }
 inline Floats load_as(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
+template <class T>
+inline void load_pair_as(const T* p, Floats& a, Floats& b) {
+  a = load_as(p), b = load_as(p + kWidth);
+}
 inline void store_as(float* p, Floats x) { _mm256_storeu_ps(p, x); }
 // bf16 in the lower half of each lane: to nearest even, NaN quiet.
 inline __m256i to_bfloat16(Floats x) {
@@ -80,13 +84,20 @@ inline Ints shift_left(Ints a) {
   return _mm256_slli_epi32(a, BY);
 }
 inline Ints maximum_unsigned(Ints a, Ints b) { return _mm256_max_epu32(a, b); }
+inline Floats larger_magnitude(Floats a, Floats b) {
+  const Ints magnitude = splat_bits(0x7FFFFFFFu);
+  return from_bits(maximum_unsigned(bit_and(bits(a), magnitude), bit_and(bits(b), magnitude)));
+}
 inline Ints minimum_halves(Ints a, Ints b) { return _mm256_min_epu16(a, b); }
 inline bool any_below(Ints a, uint32_t limit) {
   const __m256i below = _mm256_cmpeq_epi32(_mm256_min_epu32(a, splat_bits(limit - 1)), a);
   return !_mm256_testz_si256(below, below);
 }
+inline __m256i halves_below(Ints a, uint32_t limit) {
+  return _mm256_cmpeq_epi16(_mm256_min_epu16(a, _mm256_set1_epi16(int16_t(limit - 1))), a);
+}
 inline bool any_half_below(Ints a, uint32_t limit) {
-  const __m256i below = _mm256_cmpeq_epi16(_mm256_min_epu16(a, _mm256_set1_epi16(int16_t(limit - 1))), a);
+  const __m256i below = halves_below(a, limit);
   return !_mm256_testz_si256(below, below);
 }
 inline uint32_t lower_halves_below(Ints a, uint32_t limit) {
@@ -191,24 +202,31 @@ struct Halves {
 [[gnu::always_inline]] inline Halves signs(const float* x) {
   return {_mm256_packs_epi32(bits(load(x)), bits(load(x + 8))), _mm256_packs_epi32(bits(load(x + 16)), bits(load(x + 24)))};
 }
-[[gnu::always_inline]] inline void store_mixed(uint8_t* p, __m256i bytes) {
+using Codes = __m256i;  // in that order
+[[gnu::always_inline]] inline void store_codes(uint8_t* p, Codes codes) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
-                      _mm256_permutevar8x32_epi32(bytes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
+                      _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
 }
-[[gnu::always_inline]] inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
+[[gnu::always_inline]] inline Codes signed_codes(const Ints (&words)[4], const float* x) {
   const Halves upper = upper_halves(words), sign = signs(x);
   const auto code = [](__m256i half, __m256i test) {
     const __m256i m = _mm256_sub_epi16(half, _mm256_set1_epi16(0x4300));  // 128.0
     return _mm256_add_epi16(_mm256_sign_epi16(m, test), _mm256_set1_epi16(127));
   };
-  store_mixed(p, _mm256_packus_epi16(code(upper.low, sign.low), code(upper.high, sign.high)));
+  return _mm256_packus_epi16(code(upper.low, sign.low), code(upper.high, sign.high));
 }
-[[gnu::always_inline]] inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
-  const Halves upper = upper_halves(words), sign = signs(x);
+[[gnu::always_inline]] inline Codes unsigned_codes(const Ints (&words)[4]) {
+  const Halves upper = upper_halves(words);
   const __m256i low_byte = _mm256_set1_epi16(0xFF);
-  const __m256i code = _mm256_packus_epi16(_mm256_and_si256(upper.low, low_byte), _mm256_and_si256(upper.high, low_byte));
-  const __m256i least = _mm256_min_epu8(_mm256_packs_epi16(sign.low, sign.high), _mm256_set1_epi8(1));
-  store_mixed(p, _mm256_max_epu8(code, least));
+  return _mm256_packus_epi16(_mm256_and_si256(upper.low, low_byte), _mm256_and_si256(upper.high, low_byte));
+}
+inline bool any_half_below_or_zero(Ints a, uint32_t limit, Codes codes) {
+  const __m256i either = _mm256_or_si256(halves_below(a, limit), _mm256_cmpeq_epi8(codes, _mm256_setzero_si256()));
+  return !_mm256_testz_si256(either, either);
+}
+inline Codes positive_not_zero(Codes codes, const float* x) {
+  const Halves sign = signs(x);
+  return _mm256_max_epu8(codes, _mm256_min_epu8(_mm256_packs_epi16(sign.low, sign.high), _mm256_set1_epi8(1)));
 }
 
 }  // namespace

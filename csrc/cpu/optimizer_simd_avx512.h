@@ -13,6 +13,12 @@ constexpr int kByTurns = 4;
 using Floats = __m512;
 using Ints = __m512i;
 
+// Which element each lane of a permutation takes.
+template <class T, int N>
+struct alignas(64) Places {
+  T at[N];
+};
+
 inline Floats splat(float x) { return _mm512_set1_ps(x); }
 inline Ints splat_bits(uint32_t x) { return _mm512_set1_epi32(int(x)); }
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
@@ -22,6 +28,22 @@ inline Floats widen(__m256i bfloat16) { return _mm512_castsi512_ps(_mm512_slli_e
 inline Floats load_as(const BFloat16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
 inline Floats load_as(const Float16* p) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+}
+template <class T>
+inline void load_pair_as(const T* p, Floats& a, Floats& b) {
+  a = load_as(p), b = load_as(p + kWidth);
+}
+// A word goes to the upper half of its lane in one instruction, where an extension and a shift would be two.
+inline void load_pair_as(const BFloat16* p, Floats& a, Floats& b) {
+  static constexpr auto kPlaces = [] {
+    Places<uint16_t, 64> places{};
+    for (int i = 0; i < 64; ++i) places.at[i] = uint16_t(i / 2);
+    return places;
+  }();
+  constexpr __mmask32 kUpperHalves = 0xAAAAAAAAu;
+  const __m512i words = _mm512_loadu_si512(p);
+  a = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(kUpperHalves, _mm512_load_si512(kPlaces.at), words));
+  b = _mm512_castsi512_ps(_mm512_maskz_permutexvar_epi16(kUpperHalves, _mm512_load_si512(kPlaces.at + 32), words));
 }
 inline void store_as(float* p, Floats x) { _mm512_storeu_ps(p, x); }
 // To nearest even, NaN quiet.
@@ -68,6 +90,10 @@ inline Ints shift_right(Ints a) {
   return _mm512_srli_epi32(a, BY);
 }
 inline Ints maximum_unsigned(Ints a, Ints b) { return _mm512_max_epu32(a, b); }
+inline Floats larger_magnitude(Floats a, Floats b) {
+  constexpr int kOfMagnitudes = 0x3, kPositive = 0x8;
+  return _mm512_range_ps(a, b, kOfMagnitudes | kPositive);
+}
 inline Ints minimum_halves(Ints a, Ints b) { return _mm512_min_epu16(a, b); }
 inline bool any_below(Ints a, uint32_t limit) { return _mm512_cmplt_epu32_mask(a, splat_bits(limit)) != 0; }
 inline bool any_half_below(Ints a, uint32_t limit) {
@@ -147,18 +173,15 @@ inline Floats code_floats_of_first(const uint8_t* p, int64_t count, uint8_t rest
 // saturation turns their bits into the largest and the smallest numbers. Their upper bytes are like them.
 [[gnu::always_inline]] inline __m512i mixed_signs(const float* x) { return _mm512_packs_epi32(bits(load(x)), bits(load(x + 16))); }
 
-// Codes of 4 vectors to code_floats; byte 2 of 4 vectors' lanes, the signs of 4 vectors as bytes, and both stored.
+// Codes of 4 vectors to code_floats; byte 2 of 4 vectors' lanes, their signs as bytes, and codes stored.
+using Codes = __m512i;
 #if defined(__AVX512VBMI__)
-template <int N>
-struct alignas(64) BytePlaces {
-  uint8_t at[N];
-};
 using CodeGroup = __m512i;
 inline CodeGroup load_code_group(const uint8_t* p) { return _mm512_loadu_si512(p); }
 // One instruction puts a code into the last byte of each lane, where an extension and an "or" would be two.
 inline Floats code_floats(const CodeGroup& group, int j) {
   static constexpr auto kPlaces = [] {
-    BytePlaces<256> places{};
+    Places<uint8_t, 256> places{};
     for (int i = 0; i < 256; ++i) places.at[i] = uint8_t(i / 4);
     return places;
   }();
@@ -166,9 +189,9 @@ inline Floats code_floats(const CodeGroup& group, int j) {
   const __m512i places = _mm512_load_si512(kPlaces.at + 64 * j);
   return _mm512_castsi512_ps(_mm512_mask_permutexvar_epi8(splat_bits(0x4C000000u), kLastBytes, places, group));
 }
-[[gnu::always_inline]] inline __m512i codes_of(const Ints (&words)[4]) {
+[[gnu::always_inline]] inline Codes unsigned_codes(const Ints (&words)[4]) {
   static constexpr auto kPlaces = [] {
-    BytePlaces<64> places{};
+    Places<uint8_t, 64> places{};
     for (int i = 0; i < 64; ++i) places.at[i] = uint8_t(4 * (i % 32) + 2);
     return places;
   }();
@@ -178,38 +201,40 @@ inline Floats code_floats(const CodeGroup& group, int j) {
 }
 [[gnu::always_inline]] inline __m512i signs_of(const float* x) {
   static constexpr auto kPlaces = [] {
-    BytePlaces<64> places{};
+    Places<uint8_t, 64> places{};
     for (int i = 0; i < 64; ++i) places.at[i] = uint8_t(i / 32 * 64 + i % 16 / 4 * 16 + i / 16 % 2 * 8 + i % 4 * 2 + 1);
     return places;
   }();
   return _mm512_permutex2var_epi8(mixed_signs(x), _mm512_load_si512(kPlaces.at), mixed_signs(x + 32));
 }
-[[gnu::always_inline]] inline void store_codes(uint8_t* p, __m512i codes) { _mm512_storeu_si512(p, codes); }
+[[gnu::always_inline]] inline void store_codes(uint8_t* p, Codes codes) { _mm512_storeu_si512(p, codes); }
 #else
 using CodeGroup = const uint8_t*;
 inline CodeGroup load_code_group(const uint8_t* p) { return p; }
 inline Floats code_floats(CodeGroup group, int j) { return code_floats(group + j * kWidth); }
 // 4 of each vector, order mixed by 128 bits, until they are stored.
-[[gnu::always_inline]] inline __m512i codes_of(const Ints (&words)[4]) {
+[[gnu::always_inline]] inline Codes unsigned_codes(const Ints (&words)[4]) {
   const auto upper = [](__m512i a, __m512i b) {
     return _mm512_and_si512(_mm512_packus_epi32(_mm512_srli_epi32(a, 16), _mm512_srli_epi32(b, 16)), _mm512_set1_epi16(0xFF));
   };
   return _mm512_packus_epi16(upper(words[0], words[1]), upper(words[2], words[3]));
 }
 [[gnu::always_inline]] inline __m512i signs_of(const float* x) { return _mm512_packs_epi16(mixed_signs(x), mixed_signs(x + 32)); }
-[[gnu::always_inline]] inline void store_codes(uint8_t* p, __m512i codes) {
+[[gnu::always_inline]] inline void store_codes(uint8_t* p, Codes codes) {
   const __m512i order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
   _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, codes));
 }
 #endif
 
-[[gnu::always_inline]] inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
-  const __m512i m = codes_of(words), zero = _mm512_set1_epi8(127);
-  store_codes(p, _mm512_mask_subs_epu8(_mm512_add_epi8(zero, m), _mm512_movepi8_mask(signs_of(x)), zero, m));
+[[gnu::always_inline]] inline Codes signed_codes(const Ints (&words)[4], const float* x) {
+  const __m512i m = unsigned_codes(words), zero = _mm512_set1_epi8(127);
+  return _mm512_mask_subs_epu8(_mm512_add_epi8(zero, m), _mm512_movepi8_mask(signs_of(x)), zero, m);
 }
-[[gnu::always_inline]] inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
-  const __m512i least = _mm512_min_epu8(signs_of(x), _mm512_set1_epi8(1));
-  store_codes(p, _mm512_max_epu8(codes_of(words), least));
+inline bool any_half_below_or_zero(Ints a, uint32_t limit, Codes codes) {
+  return (_mm512_cmplt_epu16_mask(a, _mm512_set1_epi16(int16_t(limit))) | _mm512_testn_epi8_mask(codes, codes)) != 0;
+}
+inline Codes positive_not_zero(Codes codes, const float* x) {
+  return _mm512_max_epu8(codes, _mm512_min_epu8(signs_of(x), _mm512_set1_epi8(1)));
 }
 
 }  // namespace

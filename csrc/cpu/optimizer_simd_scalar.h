@@ -20,6 +20,11 @@ inline void store(float* p, Floats x) { *p = x; }
 inline Floats load_as(const float* p) { return *p; }
 inline Floats load_as(const BFloat16* p) { return to_float(*p); }
 inline Floats load_as(const Float16* p) { return to_float(*p); }
+// The vectors at p and p + kWidth.
+template <class T>
+inline void load_pair_as(const T* p, Floats& a, Floats& b) {
+  a = load_as(p), b = load_as(p + 1);
+}
 template <class T>
 inline void store_as(T* p, Floats x) {
   *p = from_float<T>(x);
@@ -52,6 +57,10 @@ inline Ints shift_left(Ints a) {
   return a << BY;
 }
 inline Ints maximum_unsigned(Ints a, Ints b) { return a > b ? a : b; }
+// The larger one of |a| and |b|; with AVX-512 a number rather than NaN.
+inline Floats larger_magnitude(Floats a, Floats b) {
+  return bits_float(maximum_unsigned(float_bits(a) & 0x7FFFFFFFu, float_bits(b) & 0x7FFFFFFFu));
+}
 // The smaller ones of the upper and of the lower 16 bits.
 inline Ints minimum_halves(Ints a, Ints b) {
   const Ints low = (a & 0xFFFFu) < (b & 0xFFFFu) ? a : b, high = a >> 16 < b >> 16 ? a : b;
@@ -97,18 +106,31 @@ inline Floats code_floats_of_first(const uint8_t* p, int64_t, uint8_t) { return 
 using CodeGroup = const uint8_t*;
 inline CodeGroup load_code_group(const uint8_t* p) { return p; }
 inline Floats code_floats(CodeGroup group, int j) { return code_floats(group + j); }
-// Codes of words as code_words() makes them and of the values x they were made from (only signs and zeros of those count).
-inline void store_signed_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
+// Codes of words as code_words() makes them, and of the signs of the values x they were made from.
+struct Codes {
+  uint8_t of[4];
+};
+inline Codes signed_codes(const Ints (&words)[4], const float* x) {
+  Codes codes;
   for (int i = 0; i < 4; ++i) {
     const int m = int((words[i] >> 16) & 0xFFu), code = float_bits(x[i]) >> 31 ? 127 - m : 127 + m;
-    p[i] = uint8_t(code < 0 ? 0 : code);
+    codes.of[i] = uint8_t(code < 0 ? 0 : code);
   }
+  return codes;
 }
-inline void store_unsigned_codes(uint8_t* p, const Ints (&words)[4], const float* x) {
-  for (int i = 0; i < 4; ++i) {
-    const uint8_t code = uint8_t(words[i] >> 16), least = x[i] > 0.0f;
-    p[i] = code > least ? code : least;
-  }
+inline Codes unsigned_codes(const Ints (&words)[4]) {
+  return {{uint8_t(words[0] >> 16), uint8_t(words[1] >> 16), uint8_t(words[2] >> 16), uint8_t(words[3] >> 16)}};
+}
+inline void store_codes(uint8_t* p, Codes codes) { memcpy(p, codes.of, 4); }
+// Whether a half of a is below the limit or one of the codes 0.
+inline bool any_half_below_or_zero(Ints a, uint32_t limit, Codes codes) {
+  return any_half_below(a, limit) || !codes.of[0] || !codes.of[1] || !codes.of[2] || !codes.of[3];
+}
+// The codes, and 1 in the place of 0 where x is positive.
+inline Codes positive_not_zero(Codes codes, const float* x) {
+  for (int i = 0; i < 4; ++i)
+    if (codes.of[i] == 0) codes.of[i] = x[i] > 0.0f;
+  return codes;
 }
 
 }  // namespace

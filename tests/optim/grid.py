@@ -106,6 +106,28 @@ def check_extreme_values(rule: oracle.Rule, shape: tuple[int, int]) -> None:
                 assert same(scales[i], torch.from_numpy(state.scales[i])), f"{where}: scales of moment {i}"
 
 
+def check_lone_values(rule: oracle.Rule) -> None:
+    """Rows with one gradient apart: not finite, or so large that others leave the least code (zeros leave none)."""
+    generator = torch.Generator().manual_seed(2)
+    lone = (float("nan"), float("inf"), -float("inf"), 3e38, 1e5, -1e5)
+    shape = (2 * len(lone), 300)
+    p = torch.randn(shape, generator=generator)
+    grad = torch.randn(shape, generator=generator)
+    grad[:, ::7] = 0.0
+    for row in range(shape[0]):  # either vector of a pair, whole groups and what is left of a row
+        grad[row, (5 + 37 * row) % shape[1]] = lone[row % len(lone)]
+    h = oracle.Hyper(lr=1e-3, weight_decay=0.01, momentum=0.5)
+    state = oracle.State.zeros(shape, rule)
+    codes, scales = [torch.from_numpy(c.copy()) for c in state.codes], [torch.from_numpy(s.copy()) for s in state.scales]
+    for count in (1, 2):
+        expected, state = oracle.step(rule, p.numpy(), grad.numpy(), state, h, count)
+        call(rule, [p], [grad], [(codes, scales)], h, [torch.tensor(float(count))])
+        assert same(p, torch.from_numpy(expected)), f"{rule}, step {count}: parameter"
+        for i in range(len(codes)):
+            assert same(codes[i], torch.from_numpy(state.codes[i])), f"{rule}, step {count}: codes of moment {i}"
+            assert same(scales[i], torch.from_numpy(state.scales[i])), f"{rule}, step {count}: scales of moment {i}"
+
+
 def check_stochastic_rounding(dtype: torch.dtype, shape: tuple[int, int], decade: int) -> None:
     """From zero parameters, so that -gradient is what gets rounded; subnormal fp16 and overflow included."""
     generator = torch.Generator().manual_seed(decade)
@@ -129,6 +151,7 @@ def main() -> None:
     for rule in RULES:
         for shape in EXTREME_SHAPES:
             check_extreme_values(rule, shape)
+        check_lone_values(rule)
     for dtype in (torch.bfloat16, torch.float16):
         for shape, decade in (((3, 301), -5), ((40, 8), 0), ((9, 20), 4)):
             check_stochastic_rounding(dtype, shape, decade)
