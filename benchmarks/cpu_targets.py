@@ -23,6 +23,7 @@ COLUMNS = {
     "avx512": "avx512, Zen 4",
     "avx512_vnni": "avx512_vnni",
     "avx2": "avx2, Zen 3",
+    "avx2_zen4": "avx2, forced on Zen 4",
     "avx2_zen5": "avx2, forced on Zen 5",
     "avx2_vnni": "avx2_vnni, forced on Zen 5",
     "scalar": "scalar",
