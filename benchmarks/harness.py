@@ -54,6 +54,8 @@ HELD_TO_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MK
 HELD = {"scalar": HELD_TO_AVX2, "avx2": HELD_TO_AVX2, "avx2_vnni": HELD_TO_AVX2 | {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}}
 # What floors.cpp may use there; -march=native elsewhere.
 FLOOR_FLAGS = {"avx2": ["-march=x86-64-v3"], "avx2_vnni": ["-march=x86-64-v3", "-mavxvnni"]}
+# Some 10 ms of work or more: a virtual CPU that slept shares another one's core for the first few.
+LEAST_PRODUCTS = 2**32
 
 # (N, K) of the linear layers in a decoder block of SmolLM2-135M: where a call costs as much as a matrix.
 SMALL_BLOCK = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (1536, 576), (576, 1536)]
@@ -63,11 +65,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to time. `run(i)` does the work on buffer set `i`; `bytes` it must move, `flops` it must do (0: unknown)."""
+    """One thing to time: `run(i)` does the work `times` times, on buffer set `i`.
+
+    `bytes` it must move and `flops` it must do each time; 0: unknown.
+    """
 
     run: Callable[[int], object]
     bytes: int = 0
     flops: int = 0
+    times: int = 1
 
 
 @dataclass(frozen=True)
@@ -202,8 +208,9 @@ class _Floors:
         """`nbytes`: of "copy" read and written together; of "... products" their number."""
         library, threads = cls.library(), torch.get_num_threads()
         if kind.endswith(" products"):
-            multiply, count = getattr(library, f"floor_{kind.replace(' ', '_')}"), ctypes.c_int64(nbytes)
-            return Case(lambda _: multiply(count, ctypes.c_int(threads)), flops=2 * nbytes)
+            times = -(-LEAST_PRODUCTS // nbytes)
+            multiply, count = getattr(library, f"floor_{kind.replace(' ', '_')}"), ctypes.c_int64(nbytes * times)
+            return Case(lambda _: multiply(count, ctypes.c_int(threads)), flops=2 * nbytes, times=times)
         length = nbytes // (2 if kind == "copy" else 1) // (256 * threads) * (256 * threads)
         if length == 0:
             raise ValueError(f"a {kind} floor needs at least {512 * threads} bytes, got {nbytes}")
@@ -268,7 +275,7 @@ def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.
             for call in itertools.islice(calls[name], TURN_CALLS):
                 begin = clock()
                 case.run(call)
-                elapsed = clock() - begin
+                elapsed = (clock() - begin) / case.times
                 samples[name].append(elapsed)
                 if before and (alone or _runnable() <= 2):  # our own pool may still be spinning down
                     undisturbed.append(elapsed)
