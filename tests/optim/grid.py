@@ -79,6 +79,20 @@ def check(
             assert same(s, torch.from_numpy(state.scales[i])), f"{where}: scales of moment {i}"
 
 
+def check_two_steps(rule: oracle.Rule, p: torch.Tensor, grad: torch.Tensor, h: oracle.Hyper, where: str) -> None:
+    """Two steps of one fp32 parameter by the same gradient, bit for bit."""
+    state = oracle.State.zeros(tuple(p.shape), rule)
+    codes = [torch.from_numpy(c.copy()) for c in state.codes]
+    scales = [torch.from_numpy(s.copy()) for s in state.scales]
+    for count in (1, 2):
+        expected, state = oracle.step(rule, p.numpy(), grad.numpy(), state, h, count)
+        call(rule, [p], [grad], [(codes, scales)], h, [torch.tensor(float(count))])
+        assert same(p, torch.from_numpy(expected)), f"{where}, step {count}: parameter"
+        for i in range(len(codes)):
+            assert same(codes[i], torch.from_numpy(state.codes[i])), f"{where}, step {count}: codes of moment {i}"
+            assert same(scales[i], torch.from_numpy(state.scales[i])), f"{where}, step {count}: scales of moment {i}"
+
+
 EXTREME_SHAPES = ((4, 300), (64, 8), (66, 2), (9, 16), (10, 12))
 SPECIAL = (0.0, -0.0, 1e-45, -1e-40, 1.2e-38, 1e-30, 1e-20, 3e38, -3.4e38, 1.0, float("inf"), float("nan"))
 
@@ -91,19 +105,7 @@ def check_extreme_values(rule: oracle.Rule, shape: tuple[int, int]) -> None:
     for top in range(2, len(special) + 1):
         grad = special[torch.randint(0, top, shape, generator=generator)]
         p = special[torch.randint(0, min(top, 10), shape, generator=generator)]
-        state = oracle.State.zeros(shape, rule)
-        codes, scales = (
-            [torch.from_numpy(c.copy()) for c in state.codes],
-            [torch.from_numpy(s.copy()) for s in state.scales],
-        )
-        for count in (1, 2):
-            expected, state = oracle.step(rule, p.numpy(), grad.numpy(), state, h, count)
-            call(rule, [p], [grad], [(codes, scales)], h, [torch.tensor(float(count))])
-            where = f"{rule} {shape}, first {top} of SPECIAL, step {count}"
-            assert same(p, torch.from_numpy(expected)), f"{where}: parameter"
-            for i in range(len(codes)):
-                assert same(codes[i], torch.from_numpy(state.codes[i])), f"{where}: codes of moment {i}"
-                assert same(scales[i], torch.from_numpy(state.scales[i])), f"{where}: scales of moment {i}"
+        check_two_steps(rule, p, grad, h, f"{rule} {shape}, first {top} of SPECIAL")
 
 
 def check_lone_values(rule: oracle.Rule) -> None:
@@ -117,15 +119,7 @@ def check_lone_values(rule: oracle.Rule) -> None:
     for row in range(shape[0]):  # either vector of a pair, whole groups and what is left of a row
         grad[row, (5 + 37 * row) % shape[1]] = lone[row % len(lone)]
     h = oracle.Hyper(lr=1e-3, weight_decay=0.01, momentum=0.5)
-    state = oracle.State.zeros(shape, rule)
-    codes, scales = [torch.from_numpy(c.copy()) for c in state.codes], [torch.from_numpy(s.copy()) for s in state.scales]
-    for count in (1, 2):
-        expected, state = oracle.step(rule, p.numpy(), grad.numpy(), state, h, count)
-        call(rule, [p], [grad], [(codes, scales)], h, [torch.tensor(float(count))])
-        assert same(p, torch.from_numpy(expected)), f"{rule}, step {count}: parameter"
-        for i in range(len(codes)):
-            assert same(codes[i], torch.from_numpy(state.codes[i])), f"{rule}, step {count}: codes of moment {i}"
-            assert same(scales[i], torch.from_numpy(state.scales[i])), f"{rule}, step {count}: scales of moment {i}"
+    check_two_steps(rule, p, grad, h, f"{rule}, lone values")
 
 
 def check_stochastic_rounding(dtype: torch.dtype, shape: tuple[int, int], decade: int) -> None:
