@@ -59,8 +59,8 @@ void backward(const uint8_t* packed, int64_t rows, int32_t format, int64_t block
   const RowLayout l = row_layout(format, block_size, K);
   constexpr Compute kPairs = Compute::kBFloat16;
   const int64_t groups = (K + table.group - 1) / table.group;
-  table.prepare_gradients(grad, DType::kBFloat16, tokens, rows, kPairs, 0, split, units);
-  table.prepare_gradients(grad, DType::kBFloat16, tokens, rows, kPairs, split, tokens, units);
+  table.prepare_matrix(grad, DType::kBFloat16, tokens, rows, kPairs, 0, split, units);
+  table.prepare_matrix(grad, DType::kBFloat16, tokens, rows, kPairs, split, tokens, units);
   table.backward(packed, rows, 0, groups, l, kPairs, units, tokens, nullptr, LinearOutput{out, nullptr, K, DType::kBFloat16}, scratch);
 }
 

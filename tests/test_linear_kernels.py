@@ -186,6 +186,9 @@ def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> Non
         (70, 301, 4300),  # panels of 96 rows (AMX: 192) and of 4096 columns
         (20, 301, 4300),  # few tokens: of 12 rows (AMX: 32); backward, of 128 units of rows and 1024 columns
         (20, 301, 480),  # and of more rows, 240 units of pairs each: with 16 more they would lie 1 KiB apart
+        (600, 590, 700),  # turned weights, in blocks of columns
+        (300, 250, 4300),  # and in parts of a row
+        (2048, 2048, 5),  # and no more columns than a thread may keep sums of
     ],
 )
 def test_more_than_one_block_of_everything(
@@ -195,6 +198,25 @@ def test_more_than_one_block_of_everything(
     x, grad = tokens_like((M, K), dtype), tokens_like((M, rows), dtype)
     assert_within(ops.linear(x, packed, None, format, block_size, K), x, weight.T)
     assert_within(ops.linear_backward_input(grad, packed, format, block_size, K), grad, weight)
+
+
+@pytest.mark.parametrize("K", [1, 63, 100, 576, 577, 2050])
+@pytest.mark.parametrize(("format", "block_size"), [(NF4, 32), (NF4, 64), (NF4, 4096), (FP4_DQ, 64), (INT8, 0), (FP8, 0)])
+def test_many_tokens_of_few_rows(format: int, block_size: int, K: int) -> None:
+    """From 256 tokens on, and no fewer than rows, weights are turned; 59 rows are nearly whole micro-kernels everywhere."""
+    rows, M = 59, 261
+    packed, weight = make(rows, K, format, block_size)
+    for dtype in DTYPES:
+        # At an odd element of its memory: pairs of bf16 are read where they lie only if they are aligned.
+        x = tokens_like((M * K + 1,), dtype)[1:].view(M, K)
+        grad, bias = tokens_like((M * rows + 1,), dtype, seed=3)[1:].view(M, rows), tokens_like((rows,), dtype, seed=2)
+        y = ops.linear(x, packed, None, format, block_size, K)
+        assert_within(y, x, weight.T)
+        assert torch.equal(y, ops.linear(x.clone(), packed, None, format, block_size, K))
+        assert_within(ops.linear(x, packed, bias, format, block_size, K), x, weight.T, bias)
+        back = ops.linear_backward_input(grad, packed, format, block_size, K)
+        assert_within(back, grad, weight)
+        assert torch.equal(back, ops.linear_backward_input(grad.clone(), packed, format, block_size, K))
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -224,7 +246,11 @@ def test_equal_tokens_of_a_batch_give_equal_bits(format: int, block_size: int, d
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     ("rows", "K", "tokens"),
-    [(523, 1100, (1, 3, 7, 40, 700)), (50, 130, (256, 512, 1100, 1536, 2560))],  # the second: 2, 3 or 5 threads share tokens
+    [
+        (523, 1100, (1, 3, 7, 40, 700)),
+        (50, 130, (256, 512, 1100, 1536, 2560)),  # 2, 3 or 5 threads share tokens
+        (250, 130, (256, 300, 1100, 2560)),  # turned weights
+    ],
 )
 def test_threads_do_not_change_a_bit(rows: int, K: int, tokens: tuple[int, ...], dtype: torch.dtype) -> None:
     packed, _ = make(rows, K, NF4, 64)
@@ -248,7 +274,7 @@ def test_threads_do_not_change_a_bit(rows: int, K: int, tokens: tuple[int, ...],
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("format", "block_size"), [(NF4, 64), (NF4_DQ, 32), (INT8, 0), (FP8, 0)])
 def test_nan_stays_where_it_belongs(format: int, block_size: int, dtype: torch.dtype) -> None:
-    rows, K, bad = 30, 150, 11
+    rows, K, bad = 60, 150, 11
     weight = tokens_like((rows, K), torch.float32)
     clean = ops.quantize(weight, format, block_size)
     weight[bad, 140] = float("nan")
@@ -256,7 +282,7 @@ def test_nan_stays_where_it_belongs(format: int, block_size: int, dtype: torch.d
     others = [n for n in range(rows) if n != bad]
     columns = ops.dequantize(packed, format, block_size, K, torch.float32)[bad].isnan()
     assert columns[140]
-    for M in (1, 6, 40):
+    for M in (1, 6, 40, 300):
         x, grad = tokens_like((M, K), dtype), tokens_like((M, rows), dtype)
         y = ops.linear(x, packed, None, format, block_size, K)
         assert y[:, bad].isnan().all()

@@ -66,6 +66,21 @@ inline void order_words(const BFloat16* x, BFloat16* out) {
   }
 }
 
+// A decoded group's pairs of elements i and i + 4 of 8 -> pairs that follow each other: unit u of the group in lane u / 4 of vector u % 4.
+template <class Product, Codes codes>
+  requires(Product::kCompute == Compute::kBFloat16 && four_bit(codes))
+inline void join_neighbours(__m512i v[4]) {
+  const __m512i low = _mm512_set1_epi32(0xFFFF);
+  const auto pairs = [&](int even, int odd, __m512i out[2]) __attribute__((always_inline)) {  // (a & mask) | (b & ~mask)
+    out[0] = _mm512_ternarylogic_epi32(low, v[even], _mm512_slli_epi32(v[odd], 16), 0xCA);
+    out[1] = _mm512_ternarylogic_epi32(low, _mm512_srli_epi32(v[even], 16), v[odd], 0xCA);
+  };
+  __m512i first[2], second[2];
+  pairs(1, 0, first);
+  pairs(3, 2, second);
+  v[0] = first[0], v[1] = second[0], v[2] = first[1], v[3] = second[1];
+}
+
 // `count` units of 16 tokens, `stride` elements apart, in the order of element_at, or of keep_half if they are half of a group: unit by
 // unit, `width` units apart. Tokens from `tokens` on, and elements from `elements` on, are zeros.
 template <class Product, Codes codes>

@@ -113,14 +113,22 @@ struct LowRankUnits {
   DType dtype{};
   std::optional<Tensor> weight, input;
 
-  LowRankUnits(const Forward& f, int64_t tokens) {
+  // Rows of a multiple of so many units.
+  LowRankUnits(const Forward& f, int64_t tokens, int64_t multiple) {
     if (!f.low) return;
     const int64_t elements = elements_per_unit(f.compute);
     rank = f.low->input.size(f.low->input.dim() - 1);
-    stride = round_up((rank + elements - 1) / elements, kernels().linear.lanes);
+    stride = round_up((rank + elements - 1) / elements, multiple);
     dtype = checked_dtype("lora_linear", "projected", f.low->input.scalar_type());
     weight = low_rank_weight(*f.low, f.compute, stride);
     input = unit_buffer(f.x, tokens * stride * elements, f.compute);
+  }
+  // The input of all tokens, token after token.
+  void prepare(const Forward& f) const {
+    if (!f.low) return;
+    std::memset(input_at(0), 0, size_t(f.tokens * stride * 4));
+    kernels().linear.prepare_low_rank(f.low->input.const_data_ptr(), dtype, f.tokens, rank, f.low->factor, f.compute, 0, stride,
+                                      input_at(0));
   }
   void* input_at(int64_t token) const { return static_cast<char*>(input->mutable_data_ptr()) + token * stride * 4; }
   // Of tokens from `token` on.
@@ -146,14 +154,10 @@ inline void forward_direct(const Forward& f) {
   if (f.tokens * token_bytes <= kWorkspaceLimit) kept.emplace(f.tokens * token_bytes);
   else fresh = new_tensor(f.x, {f.tokens * token_bytes}, ScalarType::Byte);
   char* const units = static_cast<char*>(kept ? kept->data() : fresh->mutable_data_ptr());
-  const LowRankUnits low(f, f.tokens);
+  const LowRankUnits low(f, f.tokens, table.lanes);
   for (int64_t m = 0; m < f.tokens; m += kPassTokens)
     table.prepare_direct(at_row(f.x, m, K), f.dtype, std::min(f.tokens - m, kPassTokens), f.layout, f.compute, units + m * token_bytes);
-  if (f.low) {
-    std::memset(low.input_at(0), 0, size_t(f.tokens * low.stride * 4));
-    table.prepare_low_rank(f.low->input.const_data_ptr(), low.dtype, f.tokens, low.rank, f.low->factor, f.compute, 0, low.stride,
-                           low.input_at(0));
-  }
+  low.prepare(f);
   parallel_rows(f.rows, row_grain(K), [&](int64_t begin, int64_t end) {
     const int64_t step = f.tokens <= kPassTokens ? end - begin : kPassRows;
     for (int64_t row = begin; row < end; row += step) {
@@ -172,7 +176,7 @@ inline void forward_tiled(const Forward& f) {
   const int64_t K = f.layout.in_features, token_bytes = round_up(K, table.group) * 4 / elements_per_unit(f.compute);
   const auto [threads, block] = token_blocks(f.tokens, token_bytes, table.in(f.compute));
   const int64_t width = round_up(block, table.tile_tokens);
-  const LowRankUnits low(f, threads * width);
+  const LowRankUnits low(f, threads * width, table.lanes);
   const auto count_of = [&](int64_t m) { return std::min(f.tokens - m, block); };
   const auto tiles_of = [&](int64_t m) { return (count_of(m) + table.tile_tokens - 1) / table.tile_tokens; };
   const auto prepare = [&](int64_t m, int64_t first_tile, int64_t end_tile, void* units) {
@@ -213,49 +217,46 @@ inline void forward_tiled(const Forward& f) {
   }
 }
 
-inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
-                        const LowRankOperands* low, LinearOutput target) {
-  const LinearKernels& table = kernels().linear;
-  const Forward f{x, tokens, packed, rows, layout, dtype, low, target, forward_compute(dtype, tokens, layout.format, table)};
-  if (tokens <= table.in(f.compute).direct_tokens) forward_direct(f);
-  else forward_tiled(f);
-}
-
-// Tokens of a block of the backward, which threads share out by blocks and groups of columns: 5 groups (K = 576) are no even work for 2
-// threads, and none at all for most of 16. Every block decodes anew, which takes as long as multiplying kDecodingTokens tokens.
-inline int64_t backward_block(int64_t tokens, int64_t groups) {
-  constexpr int64_t kDecodingTokens = 16, kMultiple = 16;  // of every gradient_tokens
-  const int64_t threads = torch::stable::get_num_threads(), most = std::min(tokens, kLinearTokens);
+// Tokens of a block of the backward or of turned weights, which threads share out by blocks and groups of columns: 5 groups (K = 576) are
+// no even work for 2 threads, and none at all for most of 16, nor are 600 tokens as 512 and 88. Every block decodes anew, which takes as
+// long as multiplying kDecodingTokens tokens.
+inline int64_t column_block(int64_t tokens, int64_t groups) {
+  constexpr int64_t kDecodingTokens = 16, kMultiple = 16;  // of every matrix_tokens
+  const int64_t threads = torch::stable::get_num_threads(), fewest = (tokens + kLinearTokens - 1) / kLinearTokens;
   int64_t best = 0, least = 0;
-  for (int64_t parts = 1; parts <= threads && (parts == 1 || most / parts >= kMultiple); ++parts) {
-    const int64_t block = round_up((most + parts - 1) / parts, kMultiple);
+  for (int64_t parts = fewest; parts <= fewest + threads && (parts == fewest || tokens / parts >= kMultiple); ++parts) {
+    const int64_t block = round_up((tokens + parts - 1) / parts, kMultiple);
     const int64_t work = (tokens + block - 1) / block * groups;
     const int64_t time = (work + threads - 1) / threads * (std::min(block, tokens) + kDecodingTokens);
-    if (parts == 1 || time < least) best = block, least = time;
+    if (parts == fewest || time < least) best = block, least = time;
   }
   return best;
 }
 
-// A matrix (tokens, columns) that `backward` multiplies by: gradients, or a low-rank input.
-struct GradientMatrix {
+// A matrix (tokens, columns) that meets panels of columns: activations, gradients, or a low-rank input.
+struct TokenMatrix {
   const Tensor* matrix;
   DType dtype;
   int64_t columns, stride;  // stride: units of each token, prepared
   Compute compute;
 
-  GradientMatrix(const Tensor& matrix, DType dtype, int64_t columns, Compute compute)
+  TokenMatrix(const Tensor& matrix, DType dtype, int64_t columns, Compute compute)
       : matrix(&matrix), dtype(dtype), columns(columns), compute(compute) {
     const int64_t elements = elements_per_unit(compute);
-    stride = round_up((columns + elements - 1) / elements, kernels().linear.in(compute).gradient_units);
+    stride = round_up((columns + elements - 1) / elements, kernels().linear.in(compute).matrix_units);
   }
   // Whether the matrix is what prepare() would write.
-  bool ready() const { return dtype == DType::kFloat32 && kernels().linear.in(compute).plain_gradients; }
-  int64_t bytes(int64_t tokens) const { return round_up(tokens, kernels().linear.in(compute).gradient_tokens) * stride * 4; }
+  bool ready() const {
+    if (!kernels().linear.in(compute).plain_matrix) return false;
+    if (compute != Compute::kBFloat16) return dtype == DType::kFloat32;
+    return dtype == DType::kBFloat16 && columns % 2 == 0 && reinterpret_cast<uintptr_t>(matrix->const_data_ptr()) % 4 == 0;
+  }
+  int64_t bytes(int64_t tokens) const { return round_up(tokens, kernels().linear.in(compute).matrix_tokens) * stride * 4; }
   // What a thread needs to prepare so many for itself.
   int64_t own_bytes(int64_t tokens) const { return ready() ? 0 : bytes(tokens); }
   // Tokens [begin, end) of the block of `count` from `token` on -> the block's units.
   void prepare(int64_t token, int64_t count, int64_t begin, int64_t end, void* units) const {
-    kernels().linear.prepare_gradients(at_row(*matrix, token, columns), dtype, count, columns, compute, begin, end, units);
+    kernels().linear.prepare_matrix(at_row(*matrix, token, columns), dtype, count, columns, compute, begin, end, units);
   }
   // The block's units, prepared in `own` if they are not ready.
   const void* prepared(int64_t token, int64_t count, void* own) const {
@@ -266,9 +267,9 @@ struct GradientMatrix {
 };
 
 // All of `g`, block after block: that of `token` is stride * token units behind the first.
-inline Tensor prepare_gradients(const GradientMatrix& g, int64_t tokens, int64_t block) {
+inline Tensor prepare_matrix(const TokenMatrix& g, int64_t tokens, int64_t block) {
   if (g.ready()) return *g.matrix;
-  const int64_t together = kernels().linear.in(g.compute).gradient_tokens;
+  const int64_t together = kernels().linear.in(g.compute).matrix_tokens;
   Tensor units = new_tensor(*g.matrix, {g.bytes(tokens)}, ScalarType::Byte);
   auto* out = static_cast<char*>(units.mutable_data_ptr());
   const int64_t strips = block / together, all = (tokens + together - 1) / together;
@@ -283,6 +284,74 @@ inline Tensor prepare_gradients(const GradientMatrix& g, int64_t tokens, int64_t
   return units;
 }
 
+// `tokens` of `source`, and of `low` if there is one, in blocks of `block`, times `groups` groups of columns, shared out over threads:
+// multiply(first token, first group, end group, units of source, units of low, scratch). Sharing less than `grain` of them, each block
+// and group one, costs more than it gains.
+template <class Multiply>
+inline void run_columns(const TokenMatrix& source, const TokenMatrix* low, int64_t tokens, int64_t block, int64_t groups, int64_t grain,
+                        int64_t scratch_bytes, const Multiply& multiply) {
+  const int64_t blocks = (tokens + block - 1) / block, threads = torch::stable::get_num_threads();
+  const int64_t source_bytes = source.own_bytes(block), own_bytes = source_bytes + (low ? low->own_bytes(block) : 0);
+  if (threads > 1 && blocks % threads == 0 && own_bytes <= kOwnBytes) {  // whole blocks for every thread, which waits for none
+    parallel_rows(threads, (grain * threads + groups * blocks - 1) / (groups * blocks), [&](int64_t first, int64_t last) {
+      const WorkspaceLease own(scratch_bytes + own_bytes);
+      char* const units = static_cast<char*>(own.data()) + scratch_bytes;
+      for (int64_t b = first * blocks / threads; b < last * blocks / threads; ++b) {
+        const int64_t token = b * block, count = std::min(tokens - token, block);
+        const void* const low_units = low ? low->prepared(token, count, units + source_bytes) : nullptr;
+        multiply(token, 0, groups, source.prepared(token, count, units), low_units, own.data());
+      }
+    });
+    return;
+  }
+  const Tensor prepared = prepare_matrix(source, tokens, block);
+  std::optional<Tensor> prepared_low;
+  if (low) prepared_low = prepare_matrix(*low, tokens, block);
+  const auto at = [](const Tensor& units, const TokenMatrix& g, int64_t token) {
+    return static_cast<const char*>(units.const_data_ptr()) + token * g.stride * 4;
+  };
+  parallel_rows(blocks * groups, grain, [&](int64_t begin, int64_t end) {
+    const WorkspaceLease scratch(scratch_bytes);
+    for (int64_t work = begin; work < end;) {
+      const int64_t group = work % groups, group_end = std::min(groups, group + end - work), token = work / groups * block;
+      multiply(token, group, group_end, at(prepared, source, token), low ? at(*prepared_low, *low, token) : nullptr, scratch.data());
+      work += group_end - group;
+    }
+  });
+}
+
+// Many tokens of a layer with few rows, whose weights are turned.
+inline void forward_turned(const Forward& f) {
+  const LinearKernels& table = kernels().linear;
+  const int64_t K = f.layout.in_features, run = table.in(f.compute).turned_rows, groups = (f.rows + run - 1) / run;
+  const int64_t block = column_block(f.tokens, groups);
+  const LowRankUnits low(f, f.tokens, 1);
+  low.prepare(f);
+  const auto multiply = [&](int64_t token, int64_t group, int64_t group_end, const void* units, const void*, void* scratch) {
+    const auto addend = low.addend(token);
+    table.turned(f.packed, group * run, std::min(group_end * run, f.rows), f.layout, f.compute, units, std::min(f.tokens - token, block),
+                 address(addend), f.output_at(token), scratch);
+  };
+  run_columns(TokenMatrix(f.x, f.dtype, K, f.compute), nullptr, f.tokens, block, groups, row_grain(K * run * block),
+              table.turned_scratch(f.compute, std::min(f.tokens, block), f.rows, K), multiply);
+}
+
+// Preparing a token for `tiled`, and turning its sums, take as long as some 13 rows' products; turning a weight as long as 7 tokens'.
+inline bool turned_is_faster(const Forward& f) {
+  constexpr int64_t kLeastTokens = 256;
+  const int64_t run = kernels().linear.in(f.compute).turned_rows;
+  return run != 0 && f.tokens >= std::max(f.rows, kLeastTokens) && 8 * (round_up(f.rows, run) - f.rows) <= f.rows;
+}
+
+inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
+                        const LowRankOperands* low, LinearOutput target) {
+  const LinearKernels& table = kernels().linear;
+  const Forward f{x, tokens, packed, rows, layout, dtype, low, target, forward_compute(dtype, tokens, layout.format, table)};
+  if (tokens <= table.in(f.compute).direct_tokens) forward_direct(f);
+  else if (turned_is_faster(f)) forward_turned(f);
+  else forward_tiled(f);
+}
+
 // output (tokens, K) = grad (tokens, N) @ packed, plus low_input (tokens, rank) @ low_weight (rank, K) where they are given.
 // All contiguous; tokens and N are not 0.
 inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout,
@@ -290,11 +359,11 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
   const LinearKernels& table = kernels().linear;
   const Compute compute = compute_for(dtype, table);
   const int64_t K = layout.in_features;
-  const int64_t groups = (K + table.group - 1) / table.group, block = backward_block(tokens, groups);
-  const GradientMatrix source(grad, dtype, rows, compute);
+  const int64_t groups = (K + table.group - 1) / table.group, block = column_block(tokens, groups);
+  const TokenMatrix source(grad, dtype, rows, compute);
   LowRank addend{};
   std::optional<Tensor> weight_units;
-  std::optional<GradientMatrix> low;
+  std::optional<TokenMatrix> low;
   if (low_weight) {
     constexpr const char* op = "lora_linear_backward_input";
     addend.rank = low_weight->size(0);
@@ -312,35 +381,8 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
     table.backward(packed, rows, group, group_end, layout, compute, units, std::min(tokens - token, block), low ? &mine : nullptr,
                    LinearOutput{target + token * output_row, nullptr, K, dtype}, scratch);
   };
-  const int64_t blocks = (tokens + block - 1) / block, threads = torch::stable::get_num_threads();
-  const int64_t scratch_bytes = table.backward_scratch(compute, std::min(tokens, block), rows, groups, addend.rank);
-  const int64_t source_bytes = source.own_bytes(block), own_bytes = source_bytes + (low ? low->own_bytes(block) : 0);
-  if (threads > 1 && blocks % threads == 0 && own_bytes <= kOwnBytes) {  // whole blocks for every thread, which waits for none
-    parallel_rows(threads, row_grain(rows * K * block), [&](int64_t first, int64_t last) {
-      const WorkspaceLease own(scratch_bytes + own_bytes);
-      char* const units = static_cast<char*>(own.data()) + scratch_bytes;
-      for (int64_t b = first * blocks / threads; b < last * blocks / threads; ++b) {
-        const int64_t token = b * block, count = std::min(tokens - token, block);
-        const void* const low_units = low ? low->prepared(token, count, units + source_bytes) : nullptr;
-        multiply(token, 0, groups, source.prepared(token, count, units), low_units, own.data());
-      }
-    });
-    return;
-  }
-  const Tensor prepared = prepare_gradients(source, tokens, block);
-  std::optional<Tensor> prepared_low;
-  if (low) prepared_low = prepare_gradients(*low, tokens, block);
-  const auto at = [](const Tensor& units, const GradientMatrix& g, int64_t token) {
-    return static_cast<const char*>(units.const_data_ptr()) + token * g.stride * 4;
-  };
-  parallel_rows(blocks * groups, row_grain(rows * table.group * std::min(tokens, block)), [&](int64_t begin, int64_t end) {
-    const WorkspaceLease scratch(scratch_bytes);
-    for (int64_t work = begin; work < end;) {
-      const int64_t group = work % groups, group_end = std::min(groups, group + end - work), token = work / groups * block;
-      multiply(token, group, group_end, at(prepared, source, token), low ? at(*prepared_low, *low, token) : nullptr, scratch.data());
-      work += group_end - group;
-    }
-  });
+  run_columns(source, address(low), tokens, block, groups, row_grain(rows * table.group * std::min(tokens, block)),
+              table.backward_scratch(compute, std::min(tokens, block), rows, groups, addend.rank), multiply);
 }
 
 }  // namespace halfbyte::cpu

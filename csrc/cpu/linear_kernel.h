@@ -82,6 +82,16 @@ struct TailCodes {
   }
 };
 
+// The codes of a row's group, whole or its last one. What follows 4-bit codes in a row is as good as codes: there is no NaN among them.
+template <Codes codes>
+inline const uint8_t* codes_of_group(const uint8_t* row, const RowLayout& l, int64_t group, TailCodes<codes>& tail) {
+  constexpr int64_t kBytes = four_bit(codes) ? kGroup / 2 : kGroup;
+  const uint8_t* at = row + group * kBytes;
+  if ((group + 1) * kGroup <= l.in_features || (four_bit(codes) && at + kBytes <= row + l.row_bytes)) return at;
+  tail.load(row, l, group);
+  return tail.bytes;
+}
+
 // ---- direct: dot products of decoded registers with M activations, R rows at a time --------------------------------
 
 // One group of R rows, `stride` bytes apart, for M tokens.
@@ -292,22 +302,17 @@ inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* ro
   const typename D::Scales& scales = loaded ? *loaded : own;
   typename Product::Values v[Product::kVectors];
   const int64_t whole = length / kGroup;
-  const uint8_t* codes_of_group = row + first * D::kCodeBytes;
-  for (int64_t g = 0; g < whole; ++g, codes_of_group += D::kCodeBytes, out += Product::kVectors * kStep) {
+  const uint8_t* at = row + first * D::kCodeBytes;
+  for (int64_t g = 0; g < whole; ++g, at += D::kCodeBytes, out += Product::kVectors * kStep) {
     if (next)
       for (int i = 0; i < D::kCodeBytes; i += 64) prefetch(next + g * D::kCodeBytes + i);
-    decoder.scaled(codes_of_group, scales, g, v);
+    decoder.scaled(at, scales, g, v);
 #pragma GCC unroll 8
     for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kStep, v[i]);
   }
   if (whole * kGroup < length) {
     TailCodes<codes> tail;
-    // What follows 4-bit codes in a row is as good as codes: there is no NaN among them.
-    if (!four_bit(codes) || codes_of_group + D::kCodeBytes > row + l.row_bytes) {
-      tail.load(row, l, first + whole);
-      codes_of_group = tail.bytes;
-    }
-    decoder.scaled(codes_of_group, scales, whole, v);
+    decoder.scaled(codes_of_group(row, l, first + whole, tail), scales, whole, v);
     int vectors = Product::kVectors;
     if (ends_in_half<Product, codes>(l)) {
       vectors /= 2;

@@ -29,18 +29,19 @@ struct LinearOutput {
 //   forward:  + input (M, R) @ weight (N, R)^T      backward:  + input (M, R) @ weight (R, K)
 struct LowRank {
   const void* weight;  // forward: prepare_low_rank's (N + kMostTileRows, stride); backward: prepare_direct's (groups, R, group)
-  const void* input;   // direct: prepare_low_rank's (M, stride); backward: prepare_gradients'; tiled: prepare_low_rank_tiled's
+  const void* input;   // direct, turned: prepare_low_rank's (M, stride); backward: prepare_matrix'; tiled: prepare_low_rank_tiled's
   int64_t rank;        // R
-  int64_t stride;      // forward: units of a row, whole vectors, zeros past R
+  int64_t stride;      // forward: units of a row, zeros past R; direct and tiled: whole vectors
 };
 
 // What the kernels do in one arithmetic.
 struct LinearArithmetic {
-  bool any_tokens;          // `tiled` and `backward` have it; the next five are for them
+  bool any_tokens;          // `tiled` and `backward` have it; the next six are for them
   int32_t block_rows;       // rows of `tiled`'s micro-kernel; no thread should get a part of them
-  int32_t gradient_tokens;  // tokens of prepared gradients that lie together; no thread should get a part of them
-  int32_t gradient_units;   // prepared gradients take so many units for each token, or a multiple
-  bool plain_gradients;     // prepared gradients of fp32 are the matrix itself
+  int32_t turned_rows;      // rows of `turned`'s micro-kernel; 0: they do not have it
+  int32_t matrix_tokens;    // tokens of a prepared matrix that lie together; no thread should get a part of them
+  int32_t matrix_units;     // a prepared matrix takes so many units for each token, or a multiple
+  bool plain_matrix;        // a prepared matrix is the matrix itself, if its rows are whole units of Product's elements
   int32_t decoding_tokens;  // `tiled` decodes a weight in the time of multiplying it by so many tokens
   int32_t direct_tokens;    // up to this M the `direct` kernels are the faster ones; 0: they do not have it
 };
@@ -70,13 +71,19 @@ struct LinearKernels {
   void (*tiled)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
                 const void* units, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch);
 
-  // matrix (tokens, columns) of `dtype` -> `backward`'s units of tokens [begin, end), `begin` a multiple of gradient_tokens, in a
-  // buffer of (tokens rounded up to gradient_tokens) x (columns in units, rounded up to gradient_units). Up to kLinearTokens tokens.
-  void (*prepare_gradients)(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin,
-                            int64_t end, void* units);
+  // matrix (tokens, columns) of `dtype` -> units of tokens [begin, end) for `turned` and `backward`, `begin` a multiple of matrix_tokens,
+  // in a buffer of (tokens rounded up to matrix_tokens) x (columns in units, rounded up to matrix_units). Up to kLinearTokens tokens.
+  void (*prepare_matrix)(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin, int64_t end,
+                         void* units);
+
+  // output[:, row_begin:row_end] for up to kLinearTokens tokens, input: prepare_matrix' units. For many tokens and few rows.
+  // scratch: turned_scratch's bytes, for that many rows.
+  void (*turned)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
+                 const void* input, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch);
+  int64_t (*turned_scratch)(Compute compute, int64_t tokens, int64_t rows, int64_t in_features);
 
   // output[:, group_begin * group : group_end * group] = grad (tokens, N) @ weight, for up to kLinearTokens tokens.
-  // grad: prepare_gradients' units.
+  // grad: prepare_matrix' units.
   // scratch: backward_scratch's bytes, for that many groups of columns and more.
   void (*backward)(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& layout,
                    Compute compute, const void* grad, int64_t tokens, const LowRank* low_rank, const LinearOutput& output,

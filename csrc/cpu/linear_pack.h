@@ -136,39 +136,53 @@ inline int64_t unit_at(int64_t units, int64_t tokens, int64_t m0, int64_t width,
   return kOnTiles<Product> ? tile_at(units, strips_of(tokens), m0 / kLanes, unit) : m0 * units + unit * width;
 }
 
+// Where a unit is among those of a decoded group, by its element; `half`: of one that keep_half has been over.
+template <class Product, Codes codes>
+struct Places {
+  uint8_t whole[kGroup], half[kGroup / 2];
+  constexpr Places() : whole(), half() {
+    for (int i = 0; i < kGroup; ++i) whole[element_at<Product, codes>(i)] = uint8_t(i);
+    for (int e = 0; e < kGroup / 2; ++e)
+      half[e] = kFirstHalf<Product, codes> == FirstHalf::kLanes ? uint8_t(whole[e] / kLanes * (kLanes / 2) + whole[e] % kLanes) : whole[e];
+  }
+};
+
+// `count` units of kLanes tokens, `stride` elements apart, in the order of element_at, or of keep_half if they are half of a group: unit
+// by unit, `width` units apart. Tokens from `tokens` on, and elements from `elements` on, are zeros.
+template <class Product, Codes codes, class T>
+  requires(Product::kUnitElements == 1)
+inline void turn_group(const T* x, int64_t stride, int64_t tokens, int64_t elements, int64_t count, float* out, int64_t width) {
+  static constexpr Places<Product, codes> places;
+  const uint8_t* place = count < kGroup ? places.half : places.whole;
+  for (int64_t first = 0; first < count; first += kLanes, x += kLanes, place += kLanes) {
+    const int64_t given = elements - first;
+    const auto row = [&](int i) __attribute__((always_inline)) {
+      const T* p = x + i * stride;
+      if (i >= tokens || given <= 0) return zero_vector();
+      if (first % (64 / int64_t(sizeof(T))) == 0) prefetch(p + kGroup);  // too many rows for the CPU to see it
+      if (given >= kLanes) return load_floats(p);
+      T padded[kLanes] = {};
+      memcpy(padded, p, size_t(given) * sizeof(T));
+      return load_floats(padded);
+    };
+    turn_rows(row, [&](int i, Vector unit) __attribute__((always_inline)) { store_values(out + place[i] * width, unit); });
+  }
+}
+
 // (tokens, K) -> for each tile (padded K in units, tokens of the tile), in decode order. Tiles are counted in full ones; the
 // last may be split into narrower ones.
 template <class Product, Codes codes, class T>
 void pack_tiled(const T* input, int64_t tokens, const RowLayout& l, int64_t tile_begin, int64_t tile_end, void* units) {
-  using E = typename Product::Element;
   constexpr int kGroupUnits = kGroup / Product::kUnitElements;
-  constexpr int kOrderedStride = kGroupUnits + 16;  // the tokens of a unit would share L1 sets
   const int64_t K = l.in_features, all = padded_features<Product, codes>(l) / Product::kUnitElements;
   const int64_t end = tile_start(tile_end) < tokens ? tile_start(tile_end) : tokens;
-  alignas(64) float ordered[kLanes * kOrderedStride];
   for (int64_t m0 = tile_start(tile_begin); m0 < end;) {
     const int width = tile_vectors<Product>(tokens - m0) * kLanes;
     for (int64_t start = 0; start < K; start += kGroup) {
       const int64_t first = start / Product::kUnitElements, count = first + kGroupUnits < all ? kGroupUnits : all - first;
       float* tile = static_cast<float*>(units) + unit_at<Product>(all, tokens, m0, width, first);
-      for (int m = 0; m < width; m += kLanes) {
-        if constexpr (requires { turn_group<Product, codes>(input, K, K, K, count, tile, K); }) {  // in registers
-          turn_group<Product, codes>(input + (m0 + m) * K + start, K, tokens - m0 - m, K - start, count, tile + m, width);
-          continue;
-        }
-        for (int i = 0; i < kLanes; ++i) {
-          float* row = ordered + i * kOrderedStride;
-          if (m0 + m + i < tokens) {
-            const T* x = input + (m0 + m + i) * K + start;
-            order_group<Product, codes>(x, K - start, reinterpret_cast<E*>(row));
-            if (count < kGroupUnits) keep_half<Product, codes>(row);
-            for (int e = 0; e < kGroup; e += 64 / int(sizeof(T))) prefetch(x + kGroup + e);  // too many rows for the CPU to see it
-          } else {
-            memset(row, 0, kGroupUnits * sizeof(float));
-          }
-        }
-        for (int64_t u = 0; u < count; u += kLanes) turn(ordered + u, kOrderedStride, tile + u * width + m, width);
-      }
+      for (int m = 0; m < width; m += kLanes)
+        turn_group<Product, codes>(input + (m0 + m) * K + start, K, tokens - m0 - m, K - start, count, tile + m, width);
     }
     m0 += width;
   }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear_backward.h"
+#include "linear_turned.h"
 
 namespace halfbyte::cpu {
 namespace {
@@ -40,7 +41,9 @@ void linear_prepare_direct(const void* input, DType dtype, int64_t tokens, const
 void linear_prepare_tiled(const void* input, DType dtype, int64_t tokens, const RowLayout& l, Compute compute, int64_t tile_begin,
                           int64_t tile_end, void* units) {
   with_product_and_codes<Products>(compute, l, [&]<class P, class C>(P, C) {
-    with_input<P>(input, dtype, [&]<class T>(const T* x) { pack_tiled<P, C::kCodes>(x, tokens, l, tile_begin, tile_end, units); });
+    const auto pack = [&]<class T>(const T* x) { pack_tiled<P, C::kCodes>(x, tokens, l, tile_begin, tile_end, units); };
+    if constexpr (P::kUnitElements == 2) pack(static_cast<const BFloat16*>(input));  // pairs are made of bf16 alone
+    else with_input<P>(input, dtype, pack);
   });
 }
 
@@ -58,6 +61,20 @@ void linear_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, con
   with_product_and_codes<Products>(compute, l, [&]<class P, class C>(P, C) {
     tiled<P, C::kCodes>(packed, row_begin, row_end, l, units, tokens, low_rank, output, scratch);
   });
+}
+
+void linear_turned(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, Compute compute, const void* input,
+                   int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
+  with_product_and_codes<Products>(compute, l, [&]<class P, class C>(P, C) {
+    if constexpr (!kOnTiles<P>)
+      turned<P, C::kCodes>(packed, row_begin, row_end, l, input, tokens, low_rank, output, scratch);
+  });
+}
+
+int64_t linear_turned_scratch(Compute compute, int64_t tokens, int64_t rows, int64_t in_features) {
+  int64_t floats = 0;
+  with_product(Products{}, compute, [&]<class P>(P) { floats = turned_scratch_floats<P>(tokens, rows, in_features); });
+  return 4 * floats;
 }
 
 void linear_backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, Compute compute,
@@ -81,10 +98,9 @@ inline void with_operand(Compute compute, const void* matrix, DType dtype, const
   });
 }
 
-void linear_prepare_gradients(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin,
-                              int64_t end, void* units) {
-  with_operand(compute, matrix, dtype,
-               [&]<class P, class T>(P, const T* x) { pack_gradients<P>(x, tokens, columns, begin, end, units); });
+void linear_prepare_matrix(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin, int64_t end,
+                           void* units) {
+  with_operand(compute, matrix, dtype, [&]<class P, class T>(P, const T* x) { pack_matrix<P>(x, tokens, columns, begin, end, units); });
 }
 
 void linear_prepare_low_rank(const void* matrix, DType dtype, int64_t rows, int64_t columns, float factor, Compute compute,
@@ -105,8 +121,9 @@ constexpr LinearKernels linear_kernels() {
   LinearKernels k{};
   int64_t scratch = 0;
   for_each_product(Products{}, [&]<class P>(P) {
-    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, BackwardLayout<P>::kTokensTogether, int32_t(kUnitMultiple<P>),
-                                      BackwardLayout<P>::kPlain && P::kUnitElements == 1, kOnTiles<P> ? 40 : 16, 0};
+    using C = ColumnLayout<P>;
+    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, kOnTiles<P> ? 0 : int32_t(C::kRun), C::kTokensTogether,
+                                      int32_t(kUnitMultiple<P>), C::kPlain, kOnTiles<P> ? 40 : 16, 0};
     constexpr int64_t forward = Layout<P>::kMany.floats() + Layout<P>::kSumsFloats;
     scratch = forward > scratch ? forward : scratch;
     // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4
@@ -124,7 +141,9 @@ constexpr LinearKernels linear_kernels() {
   k.direct = linear_direct;
   k.prepare_tiled = linear_prepare_tiled;
   k.tiled = linear_tiled;
-  k.prepare_gradients = linear_prepare_gradients;
+  k.prepare_matrix = linear_prepare_matrix;
+  k.turned = linear_turned;
+  k.turned_scratch = linear_turned_scratch;
   k.backward = linear_backward;
   k.backward_scratch = linear_backward_scratch;
   k.prepare_low_rank = linear_prepare_low_rank;

@@ -1,0 +1,133 @@
+// linear's forward for many tokens of a layer with few rows: tokens as they lie (linear_columns.h) times panels of weights that were
+// turned, so that a row of the weight is a column. Nothing is prepared for each token, and nothing turned back; each weight costs more.
+// Included once per ISA.
+#pragma once
+
+#include "linear_columns.h"
+
+namespace halfbyte::cpu {
+namespace {
+
+constexpr int64_t kTurnedFloats = int64_t(128) << 10;  // of a panel: half a MiB of L2
+constexpr int64_t kTurnedColumns = 640;                // at most: a thread keeps the sums of kLinearTokens tokens beside it
+
+// Whole rows of up to a stretch, whose sums are then complete at once, and as many columns as L2 takes of them.
+template <class Product>
+constexpr ColumnShape turned_most(int64_t rows, int64_t all_units) {
+  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kGroupUnits = kGroup / Product::kUnitElements, kMostUnits = 1024;
+  static_assert(kMostUnits * Product::kUnitElements <= kStretch && kMostUnits % kGroupUnits == 0);
+  const int64_t passes = (all_units + kMostUnits - 1) / kMostUnits;
+  const int64_t units = passes <= 1 ? all_units : round_up((all_units + passes - 1) / passes, kGroupUnits);
+  const int64_t fit = kTurnedFloats / units, all = round_up(rows, kRun);
+  const int64_t most = fit < kRun ? kRun : fit < kTurnedColumns ? fit / kRun * kRun : kTurnedColumns;
+  static_assert(kTurnedColumns % kRun == 0);
+  return {all < most ? all : most, units};
+}
+
+// Of these as many columns as make even blocks of all rows.
+template <class Product>
+constexpr ColumnShape turned_shape(int64_t rows, int64_t all_units) {
+  const ColumnShape most = turned_most<Product>(rows, all_units);
+  const int64_t blocks = (rows + most.columns - 1) / most.columns;
+  return {round_up((rows + blocks - 1) / blocks, ColumnLayout<Product>::kRun), most.units};
+}
+
+// Where the unit at a position of a decoded group is among those of its row, once pairs are neighbours.
+template <class Product, Codes codes>
+constexpr int natural_unit(int position) {
+  if (Product::kUnitElements == 1) return element_at<Product, codes>(position);
+  return four_bit(codes) ? Product::kVectors * (position % kLanes) + position / kLanes : position;
+}
+
+template <class Product, Codes codes>
+struct NaturalUnits {
+  uint8_t at[kGroup / Product::kUnitElements];
+  constexpr NaturalUnits() : at() {
+    for (int i = 0; i < kGroup / Product::kUnitElements; ++i) at[i] = uint8_t(natural_unit<Product, codes>(i));
+  }
+};
+
+// kLanes columns of a panel's run: `count` units, of a weight's `rows` rows, the first kLanes of them at most, from unit `first` on.
+template <class Product, Codes codes>
+inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* packed, int64_t rows, const RowLayout& l, int64_t first,
+                        int64_t count, float* panel) {
+  using D = Decoder<Product, codes>;
+  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kElements = Product::kUnitElements, kGroupUnits = kGroup / kElements;
+  constexpr int64_t kStride = kGroupUnits + 16;  // rows would share L1 sets
+  static constexpr NaturalUnits<Product, codes> natural;
+  const int64_t start = first * kElements, length = count * kElements;
+  typename D::Scales scales[kLanes];
+  for (int64_t r = 0; r < rows && r < kLanes; ++r)
+    scales[r].load(packed + r * l.row_bytes, l, start, length < l.in_features - start ? length : l.in_features - start);
+  alignas(64) float block[kLanes * kStride] = {};  // zeros where there is no row
+  for (int64_t u = 0; u < count; u += kGroupUnits, panel += kGroupUnits * kRun) {
+    for (int64_t r = 0; r < rows && r < kLanes; ++r) {
+      typename Product::Values v[Product::kVectors];
+      TailCodes<codes> tail;
+      decoder.scaled(codes_of_group(packed + r * l.row_bytes, l, (first + u) / kGroupUnits, tail), scales[r], u / kGroupUnits, v);
+      if constexpr (requires { join_neighbours<Product, codes>(v); }) join_neighbours<Product, codes>(v);
+#pragma GCC unroll 8
+      for (int i = 0; i < Product::kVectors; ++i) store_values(block + r * kStride + i * kLanes, v[i]);
+    }
+    for (int64_t p = 0; p < kGroupUnits; p += kLanes) {
+      turn_rows([&](int i) __attribute__((always_inline)) { return Float32::load(block + i * kStride + p); },
+                [&](int i, Vector column) __attribute__((always_inline)) {
+                  if (const int64_t at = natural.at[p + i]; u + at < count) store_values(panel + at * kRun, column);
+                });
+    }
+  }
+}
+
+// Likewise of a matrix of units (rows, stride), whose rows may be read past their ends.
+template <class Product>
+inline void fill_turned_matrix(const float* matrix, int64_t stride, int64_t first, int64_t count, float* panel) {
+  constexpr int64_t kRun = ColumnLayout<Product>::kRun;
+  for (int64_t u = 0; u < count; u += kLanes) {
+    turn_rows([&](int i) __attribute__((always_inline)) { return Float32::load(matrix + i * stride + first + u); },
+              [&](int i, Vector column) __attribute__((always_inline)) {
+                if (u + i < count) store_values(panel + (u + i) * kRun, column);
+              });
+  }
+}
+
+template <class Product>
+constexpr int64_t turned_scratch_floats(int64_t tokens, int64_t rows, int64_t in_features) {
+  return turned_most<Product>(rows, units_of<Product>(in_features)).scratch_floats(tokens);
+}
+
+template <class Product, Codes codes>
+void turned(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units, int64_t tokens,
+            const LowRank* low_rank, const LinearOutput& output, void* scratch) {
+  using L = ColumnLayout<Product>;
+  const Decoder<Product, codes> decoder(l);
+  const int64_t all = units_of<Product>(l.in_features);
+  const ColumnShape shape = turned_shape<Product>(row_end - row_begin, all);
+  for (int64_t n0 = row_begin; n0 < row_end; n0 += shape.columns) {
+    const int64_t columns = shape.columns < row_end - n0 ? shape.columns : row_end - n0;
+    ColumnSums<Product> sums(shape, tokens, columns, scratch);
+    const auto target = [&](int64_t m, int64_t count) { return target_of(output, m, count, n0, columns); };
+    const auto finish = [&](int64_t m, int64_t count, const float* of_strip) {
+      for (int64_t i = 0; i < count; ++i) store_output<Product>(output, m + i, n0, of_strip + L::sum_at(shape, i, 0), columns);
+    };
+    // fill(column, panel) for kLanes columns each, of `count`
+    const auto by_columns = [&](float* panel, int64_t count, const auto& fill) {
+      for (int64_t c = 0; c < count; c += kLanes)
+        fill(c, panel + c / L::kRun * L::kRun * shape.padded_units() + c % L::kRun);
+    };
+    sums.add(units, all, !low_rank, [&](int64_t first, int64_t count, float* panel) {
+      by_columns(panel, round_up(columns, L::kRun), [&](int64_t c, float* run) {
+        fill_turned<Product, codes>(decoder, packed + (n0 + c) * l.row_bytes, columns - c, l, first, count, run);
+      });
+    }, target, finish);
+    if (!low_rank) continue;
+    const float* weight = static_cast<const float*>(low_rank->weight) + n0 * low_rank->stride;
+    sums.add(low_rank->input, low_rank->stride, true, [&](int64_t first, int64_t count, float* panel) {
+      by_columns(panel, columns, [&](int64_t c, float* run) {  // further ones are zeros already
+        fill_turned_matrix<Product>(weight + c * low_rank->stride, low_rank->stride, first, count, run);
+      });
+    }, target, finish);
+  }
+}
+
+}  // namespace
+}  // namespace halfbyte::cpu
