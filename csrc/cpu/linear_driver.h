@@ -337,10 +337,12 @@ inline void forward_turned(const Forward& f) {
 }
 
 // Preparing a token for `tiled`, and turning its sums, take as long as some 13 rows' products; turning a weight as long as 7 tokens'.
+// Tokens that have to be widened to fp32 are prepared either way, and for 192 rows as well packed.
 inline bool turned_is_faster(const Forward& f) {
   constexpr int64_t kLeastTokens = 256;
   const int64_t run = kernels().linear.in(f.compute).turned_rows;
-  return run != 0 && f.tokens >= std::max(f.rows, kLeastTokens) && 8 * (round_up(f.rows, run) - f.rows) <= f.rows;
+  const bool as_they_lie = f.compute == Compute::kBFloat16 || f.dtype == DType::kFloat32;
+  return run != 0 && as_they_lie && f.tokens >= std::max(f.rows, kLeastTokens) && 8 * (round_up(f.rows, run) - f.rows) <= f.rows;
 }
 
 inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
