@@ -203,8 +203,8 @@ def test_more_than_one_block_of_everything(
 @pytest.mark.parametrize("K", [1, 63, 100, 576, 577, 2050])
 @pytest.mark.parametrize(("format", "block_size"), [(NF4, 32), (NF4, 64), (NF4, 4096), (FP4_DQ, 64), (INT8, 0), (FP8, 0)])
 def test_many_tokens_of_few_rows(format: int, block_size: int, K: int) -> None:
-    """From 256 tokens on, and no fewer than rows, weights are turned, unless tokens have to be widened; 59 rows are nearly
-    whole micro-kernels everywhere."""
+    """From 256 tokens on, and no fewer than rows or 512, weights are turned, unless tokens have to be widened; 59 rows are
+    nearly whole micro-kernels everywhere."""
     rows, M = 59, 261
     packed, weight = make(rows, K, format, block_size)
     for dtype in DTYPES:
@@ -218,6 +218,16 @@ def test_many_tokens_of_few_rows(format: int, block_size: int, K: int) -> None:
         back = ops.linear_backward_input(grad, packed, format, block_size, K)
         assert_within(back, grad, weight)
         assert torch.equal(back, ops.linear_backward_input(grad.clone(), packed, format, block_size, K))
+
+
+@pytest.mark.parametrize("M", [511, 512, 515])
+def test_a_block_of_tokens_of_more_rows(M: int) -> None:
+    """From 512 tokens on weights are turned whatever the rows."""
+    rows, K = 1088, 100
+    packed, weight = make(rows, K, NF4, 64)
+    for dtype in DTYPES:
+        x, bias = tokens_like((M, K), dtype), tokens_like((rows,), dtype, seed=2)
+        assert_within(ops.linear(x, packed, bias, NF4, 64, K), x, weight.T, bias)
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -160,8 +160,6 @@ class CodeRows {
       for (int64_t i = 0; i < count * kElements; i += 64) prefetch(next + codes_at(next_unit) + i);
   }
 
-  Target target(int64_t n0, int64_t rows, int64_t m0, int64_t count) const { return target_of(output, m0, count, n0, rows); }
-
   void finish(int64_t n0, int64_t rows, int64_t first, int64_t count, const L::Sums& sums) const {
     for (int64_t m0 = 0; m0 < count; m0 += kLanes) {
       float of_tokens[kLanes] = {};  // sums of tokens past the end are whatever the padded tile gave

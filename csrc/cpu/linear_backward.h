@@ -22,11 +22,11 @@ constexpr ColumnShape call_shape(int64_t tokens, int64_t rows, int64_t groups, i
   return shape;
 }
 
-// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, out) writes `groups` groups of row n in decode order; one
-// row after the other, as they lie in memory: of two at once the CPU would not see what comes next.
+// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, out) writes `groups` groups of row n; one row after the
+// other, as they lie in memory: of two at once the CPU would not see what comes next. Not inline: it needs all registers.
 template <class Product, class Row>
-inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t groups, const ColumnShape& shape, float* panel,
-                       const Row& row) {
+[[gnu::noinline]] void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t groups, const ColumnShape& shape, float* panel,
+                                  const Row& row) {
   using Values = typename Product::Values;
   constexpr int kElements = Product::kUnitElements;
   constexpr int64_t kRun = ColumnLayout<Product>::kRun, kFloats = kGroup / kElements;
@@ -61,51 +61,6 @@ inline void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t groups, 
   }
 }
 
-// Sums of a half group's columns, as keep_half leaves them, where a whole group's vectors have them; the rest is waste.
-template <class Product, Codes codes, class At>
-inline void spread_half(const At& at, Vector v[kGroup / kLanes]) {
-  constexpr bool kByLanes = kFirstHalf<Product, codes> == FirstHalf::kLanes;
-  constexpr int kSpan = kByLanes ? kLanes * Product::kUnitElements : kGroup, kKept = kSpan / 2;  // columns, of which the first are there
-  for (int i = 0; i < kGroup / kLanes; ++i) {
-    const int span = i * kLanes / kSpan, column = i * kLanes % kSpan;
-    v[i] = column < kKept ? at(span * kKept + column) : zero_vector();
-  }
-}
-
-// The first `count` of a group's sums, rounded; all of them if there are no more.
-template <class Product, class T>
-inline void store_group(const Vector v[kGroup / kLanes], int64_t count, T* out) {
-  if (count >= kGroup) {
-    for (int i = 0; i < kGroup / kLanes; i += 2) store_sums_rounded<Product>(out + i * kLanes, v[i], v[i + 1]);
-    return;
-  }
-  float sums[kGroup];
-  for (int i = 0; i < kGroup / kLanes; ++i) store_values(sums + i * kLanes, v[i]);
-  store_values_of_row<Product, T, false>(sums, count, nullptr, out);
-}
-
-// The sums of `tokens` tokens from m0 on and of `groups` groups from g0 on, in their own order, rounded; `half`: the last group is one.
-// Not inline: where it is inlined more than once GCC keeps a group's vectors in memory.
-template <class Product, Codes codes>
-[[gnu::noinline]] void store_sums(const ColumnShape& shape, const float* sums, int64_t m0, int64_t tokens, int64_t g0, int64_t groups,
-                                  bool half, int64_t in_features, const LinearOutput& output) {
-  using L = ColumnLayout<Product>;
-  with_elements(output.data, output.dtype, [&]<class T>(const T*) {
-    for (int64_t m = 0; m < tokens; ++m) {
-      T* row = static_cast<T*>(output.data) + (m0 + m) * output.stride + g0 * kGroup;
-      for (int64_t g = 0; g < groups; ++g, row += kGroup) {
-        Vector v[kGroup / kLanes];
-        const auto at = [&](int64_t c) { return Product::load_sums(sums + L::sum_at(shape, m, g * kGroup + c)); };
-        if (half && g == groups - 1) spread_half<Product, codes>(at, v);
-        else
-          for (int i = 0; i < kGroup / kLanes; ++i) v[i] = at(i * kLanes);
-        restore_order<Product, codes>(v);
-        store_group<Product>(v, in_features - (g0 + g) * kGroup, row);
-      }
-    }
-  });
-}
-
 // What `backward` needs for `groups` groups of columns, or some of them: of 6, say, it takes 3 at once, and 5 of 5.
 template <class Product>
 constexpr int64_t backward_scratch_floats(int64_t tokens, int64_t rows, int64_t groups, int64_t rank) {
@@ -124,34 +79,24 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
   [[maybe_unused]] const typename Layout<Product>::Scope scope{};
   for (int64_t g0 = group_begin; g0 < group_end; g0 += column_groups) {
     const int64_t groups = g0 + column_groups < group_end ? column_groups : group_end - g0;
-    const bool half = ends_in_half<Product, codes>(l) && (g0 + groups) * kGroup > l.in_features;  // the last of them
-    const int64_t columns = groups * kGroup - (half ? kGroup / 2 : 0), left = l.in_features - g0 * kGroup;
-    const int64_t stored = left < columns ? left : columns;
-    ColumnSums<Product> sums(shape, tokens, columns, scratch);
-    const auto target = [&](int64_t m, int64_t count) {  // with AVX-512 fetching it gains nothing, or loses
-      return kLanes < 16 ? target_of(output, m, count, g0 * kGroup, stored) : Target{};
-    };
-    const auto finish = [&](int64_t m, int64_t count, const float* of_strip) {
-      store_sums<Product, codes>(shape, of_strip, m, count, g0, groups, half, l.in_features, output);
-    };
+    const int64_t left = l.in_features - g0 * kGroup;
+    ColumnSums<Product> sums(shape, tokens, left < groups * kGroup ? left : groups * kGroup, output.from(0, g0 * kGroup), scratch);
     // sums += grads (tokens, reduced rows) @ rows (reduced, columns)
     const auto add = [&](int64_t reduced, const void* grads, bool last, const auto& row) {
       const auto fill = [&](int64_t u0, int64_t units, float* panel) {
         fill_panel<Product>(reduced, u0 * kElements, units, groups, shape, panel, row);
       };
-      sums.add(grads, round_up(units_of<Product>(reduced), kUnitMultiple<Product>), last, fill, target, finish);
+      sums.add(grads, round_up(units_of<Product>(reduced), kUnitMultiple<Product>), last, fill);
     };
     add(rows, grad, !low_rank, [&](int64_t n, float* out) {
       const uint8_t* row = packed + n * l.row_bytes;
       const uint8_t* next = row + kRowsAhead * l.row_bytes + g0 * Decoder<Product, codes>::kCodeBytes;
-      decode_row<Product, codes>(decoder, row, l, g0, groups, out, nullptr, next);
+      decode_row<Product, codes, kLanes, true>(decoder, row, l, g0, groups, out, nullptr, next);
     });
     if (low_rank) {
       add(low_rank->rank, low_rank->input, true, [&](int64_t n, float* out) {
-        const float* source = static_cast<const float*>(low_rank->weight) + (g0 * low_rank->rank + n) * kGroupUnits;
-        for (int64_t g = 0; g < groups; ++g, source += low_rank->rank * kGroupUnits, out += kGroupUnits)
-          memcpy(out, source, kGroupUnits * sizeof(float));
-        if (half) keep_half<Product, codes>(out - kGroupUnits);
+        const float* source = static_cast<const float*>(low_rank->weight) + n * low_rank->stride + g0 * kGroupUnits;
+        memcpy(out, source, size_t(groups * kGroupUnits) * sizeof(float));
       });
     }
   }

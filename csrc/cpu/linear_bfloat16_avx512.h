@@ -66,21 +66,6 @@ inline void order_words(const BFloat16* x, BFloat16* out) {
   }
 }
 
-// A decoded group's pairs of elements i and i + 4 of 8 -> pairs that follow each other: unit u of the group in lane u / 4 of vector u % 4.
-template <class Product, Codes codes>
-  requires(Product::kCompute == Compute::kBFloat16 && four_bit(codes))
-inline void join_neighbours(__m512i v[4]) {
-  const __m512i low = _mm512_set1_epi32(0xFFFF);
-  const auto pairs = [&](int even, int odd, __m512i out[2]) __attribute__((always_inline)) {  // (a & mask) | (b & ~mask)
-    out[0] = _mm512_ternarylogic_epi32(low, v[even], _mm512_slli_epi32(v[odd], 16), 0xCA);
-    out[1] = _mm512_ternarylogic_epi32(low, _mm512_srli_epi32(v[even], 16), v[odd], 0xCA);
-  };
-  __m512i first[2], second[2];
-  pairs(1, 0, first);
-  pairs(3, 2, second);
-  v[0] = first[0], v[1] = second[0], v[2] = first[1], v[3] = second[1];
-}
-
 // `count` units of 16 tokens, `stride` elements apart, in the order of element_at, or of keep_half if they are half of a group: unit by
 // unit, `width` units apart. Tokens from `tokens` on, and elements from `elements` on, are zeros.
 template <class Product, Codes codes>
@@ -174,10 +159,28 @@ struct Decoder<BFloat16Pairs, codes> {
     return round_pair(_mm512_mul_ps(exact.table, _mm512_set1_ps(scale_low)), _mm512_mul_ps(exact.table, _mm512_set1_ps(scale_high)));
   }
 
+  // kInOrder: as Decoder<Float32>'s.
+  template <bool kInOrder = false>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512i v[4]) const {
     if constexpr (four_bit(codes)) {
       const __m512i bytes = _mm512_loadu_si512(c), mask = _mm512_set1_epi16(15);
       const int64_t step = 4 * group;
+      if constexpr (kInOrder) {
+        const __m512i word = _mm512_set_epi16(7, 7, 7, 7, 6, 6, 6, 6, 5, 5, 5, 5, 4, 4, 4, 4,  //
+                                              3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
+        const __m512i nibble = _mm512_set1_epi64(0x0008'000C'0000'0004);
+        constexpr bool kBlocksOf32 = codes == Codes::kFourBit32;  // else the first two steps have one scale, and the last two
+        const __m512i low = rounded_tables(s.at(step), s.at(step + (kBlocksOf32 ? 1 : 2)));
+        const __m512i high = kBlocksOf32 ? rounded_tables(s.at(step + 2), s.at(step + 3)) : low;
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i) {
+          const __m512i codes_of_32 = _mm512_permutexvar_epi16(_mm512_add_epi16(word, _mm512_set1_epi16(int16_t(8 * i))), bytes);
+          const __m512i base = _mm512_set1_epi16(int16_t((kBlocksOf32 ? i % 2 : i / 2) * 16));
+          v[i] = _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(_mm512_srlv_epi16(codes_of_32, nibble), mask, base, 0xEA),
+                                          i < 2 ? low : high);
+        }
+        return;
+      }
       if constexpr (codes == Codes::kFourBit32) {
         const __m512i low = rounded_tables(s.at(step), s.at(step + 1)), high = rounded_tables(s.at(step + 2), s.at(step + 3));
         const __m512i base = _mm512_inserti64x4(_mm512_castsi256_si512(block_base(0, 16)), block_base(32, 48), 1);

@@ -18,17 +18,16 @@ struct ColumnShape {
 
 template <class Product>
 inline void column_vectors(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride,
-                           int64_t units, bool first, Ahead next) {
+                           int64_t units, bool first, Ahead next, const LinearOutput* output) {
   constexpr int G = kTileVectors;
-  for (; tokens >= 6; tokens -= 6, a += 6 * a_stride, sums += 6 * sums_stride, next = next.rows(6))
-    tile<Product, 6, G>(a, a_stride, b, sums, sums_stride, units, first, next);
-  switch (tokens) {
-    case 5: tile<Product, 5, G>(a, a_stride, b, sums, sums_stride, units, first, next); break;
-    case 4: tile<Product, 4, G>(a, a_stride, b, sums, sums_stride, units, first, next); break;
-    case 3: tile<Product, 3, G>(a, a_stride, b, sums, sums_stride, units, first, next); break;
-    case 2: tile<Product, 2, G>(a, a_stride, b, sums, sums_stride, units, first, next); break;
-    case 1: tile<Product, 1, G>(a, a_stride, b, sums, sums_stride, units, first, next); break;
-    default: break;
+  for (int64_t m = 0; m < tokens; m += 6) {
+    const LinearOutput stored = output ? output->from(m, 0) : LinearOutput{};
+    const auto rows = [&]<int R>() {
+      tile<Product, R, G, true>(a + m * a_stride, a_stride, b, sums + m * sums_stride, sums_stride, units, first, next.rows(m),
+                                output ? &stored : nullptr);
+    };
+    if (tokens - m >= 6) rows.template operator()<6>();
+    else with_count<5>(tokens - m, rows);
   }
 }
 
@@ -47,9 +46,9 @@ struct ColumnLayout {
   static constexpr ColumnShape kMany{Product::kUnitElements == 2 ? 640 : 256, 512}, kFew{1024, 128};
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
   static constexpr int64_t kTokensTogether = 1;
-  // Tokens that meet all columns of a panel before the next ones do, a multiple of the micro-kernel's. L2 keeps their rows, the next ones
-  // are fetched meanwhile, and sums that are complete are stored while they are in L1.
-  static constexpr int64_t kStripTokens = 24;
+  // Tokens that meet all columns of a panel before the next ones do, a multiple of the micro-kernel's. L2 keeps their rows, and the next
+  // ones are fetched meanwhile.
+  static constexpr int64_t kStripTokens = kLanes < 16 ? 48 : 24;
   static constexpr bool kPlain = true;  // a prepared matrix is the matrix, in units
 
   // Units of a token that lie together from `unit` on, and where they are in a prepared matrix.
@@ -69,15 +68,19 @@ struct ColumnLayout {
   // Where the sum of token m and column c lies, those of kLanes columns together.
   static int64_t sum_at(const ColumnShape& shape, int64_t m, int64_t c) { return m * shape.sums_stride() + c; }
 
-  // sums (tokens, columns) += a (tokens, count units) times a panel (count, columns). `target`: where they are stored next.
+  // sums (tokens, columns) += a (tokens, count units) times a panel (count, columns in whole runs). `output`: the sums are complete then,
+  // and leave for it from their registers, but for those of a last run that is not whole.
   static void multiply(const ColumnShape& shape, const Rows& a, int64_t tokens, int64_t count, const float* panel, int64_t columns,
-                       float* sums, bool first, const Target& target) {
+                       float* sums, bool first, const LinearOutput* output) {
     Ahead next = a.next;
     for (int64_t c = 0; c < columns; c += kRun, next = {}) {
-      target.fetch(c, c + kRun, columns);
+      const bool whole = output && c + kRun <= columns;
+      const LinearOutput of_run = whole ? output->from(0, c) : LinearOutput{};
       column_vectors<Product>(tokens, a.data, a.stride, panel + c * shape.padded_units(), sums + c, shape.sums_stride(), count, first,
-                              next);
+                              next, whole ? &of_run : nullptr);
     }
+    if (const int64_t c = columns / kRun * kRun; output && c < columns)
+      for (int64_t m = 0; m < tokens; ++m) store_output<Product>(*output, m, c, sums + sum_at(shape, m, c), columns - c);
   }
 };
 
@@ -106,9 +109,10 @@ struct ColumnLayout<Product> {
     return m / kTileSide * kTileSide * shape.columns + c / kTileSide * kTileUnits + m % kTileSide * kTileSide + c % kTileSide;
   }
 
+  // The backward's, which has no bias.
   static void multiply(const ColumnShape& shape, const TileOperand& a, int64_t tokens, int64_t count, const float* panel,
-                       int64_t columns, float* sums, bool first, const Target&) {
-    const int64_t columns_of_tiles = columns / kTileSide;
+                       int64_t columns, float* sums, bool first, const LinearOutput* output) {
+    const int64_t columns_of_tiles = (columns + kTileSide - 1) / kTileSide;
     TileFetch fetch{a.data, 0};
     if (tokens > kFewTokens) {  // the next strips' rows, which are in L3; after the last ones the next units'
       fetch.lines = (4 * kTileSide + columns_of_tiles - 1) / columns_of_tiles;
@@ -116,6 +120,19 @@ struct ColumnLayout<Product> {
     }
     tile_product<false>(strips_of(tokens), columns_of_tiles, a, whole_tiles(panel, kTileSide * shape.padded_units()), sums,
                         shape.columns * kTileSide, count / kTileSide, first, fetch);
+    if (!output) return;
+    with_elements(output->data, output->dtype, [&]<class T>(const T*) {
+      for (int64_t m = 0; m < tokens; ++m) {
+        T* row = static_cast<T*>(output->data) + m * output->stride;
+        const auto at = [&](int64_t c) { return Product::load_sums(sums + sum_at(shape, m, c)); };
+        int64_t c = 0;
+        for (; c + 2 * kTileSide <= columns; c += 2 * kTileSide) store_sums_rounded<Product>(row + c, at(c), at(c + kTileSide));
+        if (c == columns) continue;
+        float rest[2 * kTileSide];
+        for (int64_t i = 0; i < columns - c; i += kTileSide) store_values(rest + i, at(c + i));
+        store_values_of_row<Product, T, false>(rest, columns - c, nullptr, row + c);
+      }
+    });
   }
 };
 #endif
@@ -144,21 +161,21 @@ void pack_matrix(const T* matrix, int64_t tokens, int64_t columns, int64_t begin
   }
 }
 
-// The sums of `tokens` tokens and `columns` columns, panel by panel, each multiplied by all tokens, strip after strip of them. In turn
-// several matrices (tokens, units) may add to them.
+// Outputs (tokens, columns), panel by panel, each multiplied by all tokens, strip after strip of them. In turn several matrices (tokens,
+// units) may add to their sums.
 template <class Product>
 class ColumnSums {
   using L = ColumnLayout<Product>;
 
  public:
-  ColumnSums(const ColumnShape& shape, int64_t tokens, int64_t columns, void* scratch)
-      : shape_(shape), tokens_(tokens), columns_(columns), panel_(static_cast<float*>(scratch)), sums_(panel_ + shape.panel_floats()) {}
+  ColumnSums(const ColumnShape& shape, int64_t tokens, int64_t columns, const LinearOutput& output, void* scratch)
+      : shape_(shape), tokens_(tokens), columns_(columns), output_(output), panel_(static_cast<float*>(scratch)),
+        sums_(panel_ + shape.panel_floats()) {}
 
-  // Adds rows (tokens, units), prepared, times what fill(first unit, units, panel) puts into the panel. `last`: no more is added.
-  //   target(first token, tokens)          where they are stored next
-  //   finish(first token, tokens, sums)    the sums of these tokens are complete, and still in L1 or L2
-  template <class Fill, class TargetOf, class Finish>
-  void add(const void* rows, int64_t units, bool last, const Fill& fill, const TargetOf& target, const Finish& finish) {
+  // Adds rows (tokens, units), prepared, times what fill(first unit, units, panel) puts into the panel, whole runs of columns. `last`: no
+  // more is added.
+  template <class Fill>
+  void add(const void* rows, int64_t units, bool last, const Fill& fill) {
     const auto* prepared = static_cast<const float*>(rows);
     for (int64_t u0 = 0; u0 < units; u0 += shape_.units, first_ = false) {
       const int64_t count = u0 + shape_.units < units ? shape_.units : units - u0;
@@ -166,10 +183,9 @@ class ColumnSums {
       fill(u0, count, panel_);
       for (int64_t m = 0, strip; m < tokens_; m += strip) {
         strip = L::kStripTokens < tokens_ - m ? L::kStripTokens : tokens_ - m;
-        float* const sums = sums_ + (first_ && complete ? 0 : L::sum_at(shape_, m, 0));  // the first ones' place, if that is all
-        L::multiply(shape_, L::rows(shape_, prepared, tokens_, units, m, u0), strip, count, panel_, columns_, sums, first_,
-                    complete ? target(m, strip) : Target{});
-        if (complete) finish(m, strip, sums);
+        const LinearOutput output = output_.from(m, 0);
+        L::multiply(shape_, L::rows(shape_, prepared, tokens_, units, m, u0), strip, count, panel_, columns_,
+                    sums_ + L::sum_at(shape_, m, 0), first_, complete ? &output : nullptr);
       }
     }
   }
@@ -177,6 +193,7 @@ class ColumnSums {
  private:
   const ColumnShape& shape_;
   const int64_t tokens_, columns_;
+  const LinearOutput output_;
   float *const panel_, *const sums_;
   bool first_ = true;
 };

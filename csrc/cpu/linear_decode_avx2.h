@@ -34,7 +34,6 @@ struct Float32 {
 inline Vector zero_vector() { return _mm256_setzero_ps(); }
 inline void store_values(float* p, Vector v) { _mm256_storeu_ps(p, v); }
 inline Vector join_lower_halves(Vector a, Vector b) { return _mm256_permute2f128_ps(a, b, 0x20); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
 inline Vector keep_lanes(Vector v, uint32_t bits) {
   const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
   const __m256i set = _mm256_and_si256(_mm256_set1_epi32(int32_t(bits)), lane);
@@ -88,22 +87,6 @@ constexpr int element_at(int position) {
   if (!four_bit(codes)) return position;
   const int vector = position / 8, half = position / 4 % 2, i = position % 4;
   return 2 * (16 * half + 4 * (vector % 4) + i) + vector / 4;
-}
-
-// A group's 64 values from that order to their own.
-template <class Product, Codes codes>
-inline void restore_order(Vector v[8]) {
-  if (!four_bit(codes)) return;
-  Vector low[4], high[4];
-  for (int i = 0; i < 4; ++i) {
-    const Vector a = _mm256_unpacklo_ps(v[i], v[i + 4]), b = _mm256_unpackhi_ps(v[i], v[i + 4]);
-    low[i] = _mm256_permute2f128_ps(a, b, 0x20);
-    high[i] = _mm256_permute2f128_ps(a, b, 0x31);
-  }
-  for (int i = 0; i < 4; ++i) {
-    v[i] = low[i];
-    v[i + 4] = high[i];
-  }
 }
 
 template <class Product, Codes codes>
@@ -181,7 +164,31 @@ struct Decoder {
     }
   }
 
+  // 4-bit codes: 2 shuffles more put the nibbles of 32 elements where unpacking leaves them in order.
+  [[gnu::always_inline]] void values_in_order(const uint8_t* c, Vector v[8]) const {
+    const __m256i places = _mm256_setr_epi8(0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13,  //
+                                            2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15);
+#pragma GCC unroll 2
+    for (int i = 0; i < 2; ++i) {
+      const __m128i codes16 = _mm_loadu_si128(reinterpret_cast<const __m128i*>(c + 16 * i));
+      const __m256i twice = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(codes16), places);
+      half(_mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(twice, 4), _mm256_set1_epi16(0x000F)),
+                           _mm256_and_si256(twice, _mm256_set1_epi16(0x0F00))),
+           v + 4 * i);
+    }
+  }
+
+  // kInOrder: the order of the elements themselves, not that of element_at.
+  template <bool kInOrder = false>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
+    if constexpr (kInOrder && four_bit(codes)) {
+      values_in_order(c, v);
+      const float* scales = s.from(2 * group);
+      const Vector first = _mm256_broadcast_ss(scales), second = codes == Codes::kFourBit32 ? _mm256_broadcast_ss(scales + 1) : first;
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) v[i] = _mm256_mul_ps(v[i], i < 4 ? first : second);
+      return;
+    }
     values(c, v);
     const Vector factor = scale(s, group);
 #pragma GCC unroll 8

@@ -37,8 +37,6 @@ inline void store_values(float* p, __m512 v) { _mm512_storeu_ps(p, v); }
 inline void store_values(float* p, __m512i v) { _mm512_storeu_si512(p, v); }
 inline __m512i join_lower_halves(__m512i a, __m512i b) { return _mm512_inserti64x4(a, _mm512_castsi512_si256(b), 1); }
 inline __m512 join_lower_halves(__m512 a, __m512 b) { return _mm512_insertf32x8(a, _mm512_castps512_ps256(b), 1); }
-inline void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-inline void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 inline Vector keep_lanes(Vector v, uint32_t bits) { return _mm512_maskz_mov_ps(__mmask16(bits), v); }
 inline float horizontal_sum(Vector v) { return _mm512_reduce_add_ps(v); }
 
@@ -97,14 +95,6 @@ constexpr int element_at(int position) {
   return kGroup / lanes * (position % lanes) + (position / lanes ^ 1);
 }
 
-// Elements 0 of both, elements 1 of both, and so on.
-inline __m512 zip_low(__m512 a, __m512 b) {
-  return _mm512_permutex2var_ps(a, _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23), b);
-}
-inline __m512 zip_high(__m512 a, __m512 b) {
-  return _mm512_permutex2var_ps(a, _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31), b);
-}
-
 // 128 bf16 as floats in that order: dword i of four vectors holds elements 8 i + 2 q and, above, 8 i + 2 q + 1.
 inline void order_words(const BFloat16* x, float* out) {
   const __m512i a = _mm512_loadu_si512(x), b = _mm512_loadu_si512(x + 32), c = _mm512_loadu_si512(x + 64), d = _mm512_loadu_si512(x + 96);
@@ -139,26 +129,6 @@ inline void order_words(const T* x, float* out) {
   }
 #pragma GCC unroll 8
   for (int i = 0; i < 8; ++i) _mm512_storeu_ps(out + 16 * (i ^ 1), a[i]);
-}
-
-// A group's 128 values from the order of element_at to their own.
-template <class Product, Codes codes>
-inline void restore_order(__m512 v[8]) {
-  if (!four_bit(codes)) return;
-  __m512 a[8];
-#pragma GCC unroll 8
-  for (int i = 0; i < 8; ++i) a[i] = v[i ^ Product::kUnitElements];
-  // One round moves the top bit of a position's seven to the bottom.
-#pragma GCC unroll 3
-  for (int round = 0; round < 4 - Product::kUnitElements; ++round) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      v[2 * i] = zip_low(a[i], a[i + 4]);
-      v[2 * i + 1] = zip_high(a[i], a[i + 4]);
-    }
-#pragma GCC unroll 8
-    for (int i = 0; i < 8; ++i) a[i] = v[i];
-  }
 }
 
 // fp8 codes of 16 elements as fp32 values / 256: e4m3 bits moved to fp16 mean that, subnormals included.
@@ -210,7 +180,20 @@ struct Decoder {
     }
   }
 
+  // kInOrder: the order of the elements themselves, not that of element_at. 4-bit codes take a shuffle more for each vector.
+  template <bool kInOrder = false>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512 v[8]) const {
+    if constexpr (kInOrder && four_bit(codes)) {
+      const __m512i bytes = _mm512_loadu_si512(c), dword = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
+      const __m512i nibble = _mm512_setr_epi32(4, 0, 12, 8, 20, 16, 28, 24, 4, 0, 12, 8, 20, 16, 28, 24);
+#pragma GCC unroll 8
+      for (int i = 0; i < 8; ++i) {
+        const __m512i codes_of_16 = _mm512_permutexvar_epi32(_mm512_add_epi32(dword, _mm512_set1_epi32(2 * i)), bytes);
+        const __m512 value = _mm512_permutexvar_ps(_mm512_srlv_epi32(codes_of_16, nibble), table);
+        v[i] = _mm512_mul_ps(value, _mm512_set1_ps(s.at(4 * group + i / 2)));
+      }
+      return;
+    }
     values(c, v);
     const Vector factor = scale(s, group);
 #pragma GCC unroll 8

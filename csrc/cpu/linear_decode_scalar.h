@@ -51,7 +51,6 @@ inline Vector keep_lanes(Vector v, uint32_t bits) {
   return Vector{bits & 1 ? v[0] : 0, bits & 2 ? v[1] : 0, bits & 4 ? v[2] : 0, bits & 8 ? v[3] : 0};
 }
 inline float horizontal_sum(Vector v) { return (v[0] + v[1]) + (v[2] + v[3]); }
-inline void prefetch(const void* p) { __builtin_prefetch(p); }
 
 // A block of kLanes x kLanes units, transposed: put(i, column i) of rows row(0) to row(3).
 template <class Row, class Put>
@@ -83,9 +82,6 @@ constexpr int element_at(int position) {
 }
 
 template <class Product, Codes codes>
-inline void restore_order(Vector*) {}
-
-template <class Product, Codes codes>
 struct Decoder {
   using Scales = typename ScalesOf<codes>::Type;
   static constexpr int kCodeBytes = four_bit(codes) ? kGroup / 2 : kGroup;
@@ -109,6 +105,8 @@ struct Decoder {
     }
   }
 
+  // kInOrder: the order of the elements themselves, not that of element_at.
+  template <bool kInOrder = false>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
     values(c, v);
     const Vector factor = scale(s, group);

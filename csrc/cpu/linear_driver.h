@@ -100,11 +100,6 @@ struct Forward {
   const LowRankOperands* low;
   LinearOutput target;
   Compute compute;
-
-  LinearOutput output_at(int64_t token) const {
-    const int64_t bytes = target.stride * (target.dtype == DType::kFloat32 ? 4 : 2);
-    return {static_cast<char*>(target.data) + token * bytes, target.bias, target.stride, target.dtype};
-  }
 };
 
 // The low-rank part as the kernels take it, if there is one: its weight in units, and memory for the input of `tokens` tokens.
@@ -164,7 +159,7 @@ inline void forward_direct(const Forward& f) {
       for (int64_t m = 0; m < f.tokens; m += kPassTokens) {
         const auto addend = low.addend(m);
         table.direct(f.packed, row, std::min(row + step, end), f.layout, f.compute, units + m * token_bytes,
-                     std::min(f.tokens - m, kPassTokens), address(addend), f.output_at(m));
+                     std::min(f.tokens - m, kPassTokens), address(addend), f.target.from(m, 0));
       }
     }
   });
@@ -189,7 +184,7 @@ inline void forward_tiled(const Forward& f) {
   };
   const auto multiply = [&](int64_t m, int64_t begin, int64_t end, int64_t thread, const void* units, void* scratch) {
     const auto addend = low.addend(thread * width);
-    table.tiled(f.packed, begin, end, f.layout, f.compute, units, count_of(m), address(addend), f.output_at(m), scratch);
+    table.tiled(f.packed, begin, end, f.layout, f.compute, units, count_of(m), address(addend), f.target.from(m, 0), scratch);
   };
   if (threads > 1) {
     const int64_t blocks = (f.tokens + block - 1) / block;
@@ -320,7 +315,7 @@ inline void run_columns(const TokenMatrix& source, const TokenMatrix* low, int64
   });
 }
 
-// Many tokens of a layer with few rows, whose weights are turned.
+// Many tokens, or some of a layer with few rows: weights are turned.
 inline void forward_turned(const Forward& f) {
   const LinearKernels& table = kernels().linear;
   const int64_t K = f.layout.in_features, run = table.in(f.compute).turned_rows, groups = (f.rows + run - 1) / run;
@@ -330,19 +325,20 @@ inline void forward_turned(const Forward& f) {
   const auto multiply = [&](int64_t token, int64_t group, int64_t group_end, const void* units, const void*, void* scratch) {
     const auto addend = low.addend(token);
     table.turned(f.packed, group * run, std::min(group_end * run, f.rows), f.layout, f.compute, units, std::min(f.tokens - token, block),
-                 address(addend), f.output_at(token), scratch);
+                 address(addend), f.target.from(token, 0), scratch);
   };
   run_columns(TokenMatrix(f.x, f.dtype, K, f.compute), nullptr, f.tokens, block, groups, row_grain(K * run * block),
               table.turned_scratch(f.compute, std::min(f.tokens, block), f.rows, K), multiply);
 }
 
-// Preparing a token for `tiled`, and turning its sums, take as long as some 13 rows' products; turning a weight as long as 7 tokens'.
-// Tokens that have to be widened to fp32 are prepared either way, and for 192 rows as well packed.
+// Preparing a token for `tiled`, and turning its sums, take as long as some 13 rows' products; turning a weight as long as 7 tokens'. From
+// a whole block of tokens on that is nothing, whatever the rows. Tokens that have to be widened to fp32 are prepared either way, and for
+// 192 rows as well packed.
 inline bool turned_is_faster(const Forward& f) {
   constexpr int64_t kLeastTokens = 256;
   const int64_t run = kernels().linear.in(f.compute).turned_rows;
   const bool as_they_lie = f.compute == Compute::kBFloat16 || f.dtype == DType::kFloat32;
-  return run != 0 && as_they_lie && f.tokens >= std::max(f.rows, kLeastTokens) && 8 * (round_up(f.rows, run) - f.rows) <= f.rows;
+  return run != 0 && as_they_lie && f.tokens >= std::clamp(f.rows, kLeastTokens, kLinearTokens) && 8 * (round_up(f.rows, run) - f.rows) <= f.rows;
 }
 
 inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
@@ -369,19 +365,21 @@ inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* pack
   if (low_weight) {
     constexpr const char* op = "lora_linear_backward_input";
     addend.rank = low_weight->size(0);
-    weight_units = unit_buffer(grad, addend.rank * round_up(K, table.group), compute);
-    table.prepare_direct(low_weight->const_data_ptr(), checked_dtype(op, "lora_A", low_weight->scalar_type()), addend.rank, layout,
-                         compute, weight_units->mutable_data_ptr());
+    const int64_t row = round_up(K, table.group);
+    addend.stride = row / elements_per_unit(compute);
+    weight_units = unit_buffer(grad, addend.rank * row, compute);
+    if (row != K) torch::stable::zero_(*weight_units);
+    table.prepare_low_rank(low_weight->const_data_ptr(), checked_dtype(op, "lora_A", low_weight->scalar_type()), addend.rank, K, 1.0f,
+                           compute, 0, addend.stride, weight_units->mutable_data_ptr());
     low.emplace(*low_input, checked_dtype(op, "grad_projected", low_input->scalar_type()), addend.rank, compute);
     addend.weight = weight_units->const_data_ptr();
   }
-  const int64_t output_row = K * (dtype == DType::kFloat32 ? 4 : 2);
-  auto* target = static_cast<char*>(output);
+  const LinearOutput target{output, nullptr, K, dtype};
   const auto multiply = [&](int64_t token, int64_t group, int64_t group_end, const void* units, const void* low_units, void* scratch) {
     LowRank mine = addend;
     mine.input = low_units;
     table.backward(packed, rows, group, group_end, layout, compute, units, std::min(tokens - token, block), low ? &mine : nullptr,
-                   LinearOutput{target + token * output_row, nullptr, K, dtype}, scratch);
+                   target.from(token, 0), scratch);
   };
   run_columns(source, address(low), tokens, block, groups, row_grain(rows * table.group * std::min(tokens, block)),
               table.backward_scratch(compute, std::min(tokens, block), rows, groups, addend.rank), multiply);

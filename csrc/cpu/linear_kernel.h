@@ -12,7 +12,7 @@ namespace {
 
 // body(const T*) for the element type.
 template <class Body>
-inline void with_elements(const void* data, DType dtype, const Body& body) {
+[[gnu::always_inline]] inline void with_elements(const void* data, DType dtype, const Body& body) {
   switch (dtype) {
     case DType::kFloat32: return body(static_cast<const float*>(data));
     case DType::kBFloat16: return body(static_cast<const BFloat16*>(data));
@@ -60,12 +60,10 @@ inline void store_values_of_row(const float* sums, int64_t count, const T* bias,
 // output[token, column : column + count] = sums[i] + bias, rounded once.
 template <class Product>
 inline void store_output(const LinearOutput& o, int64_t token, int64_t column, const float* sums, int64_t count) {
-  const int64_t size = o.dtype == DType::kFloat32 ? 4 : 2;
-  char* data = static_cast<char*>(o.data) + (token * o.stride + column) * size;
-  const char* bias = o.bias ? static_cast<const char*>(o.bias) + column * size : nullptr;
-  with_elements(bias, o.dtype, [&]<class T>(const T* added) {
-    if (added) store_values_of_row<Product, T, true>(sums, count, added, reinterpret_cast<T*>(data));
-    else store_values_of_row<Product, T, false>(sums, count, nullptr, reinterpret_cast<T*>(data));
+  const LinearOutput to = o.from(token, column);
+  with_elements(to.bias, to.dtype, [&]<class T>(const T* bias) {
+    if (bias) store_values_of_row<Product, T, true>(sums, count, bias, static_cast<T*>(to.data));
+    else store_values_of_row<Product, T, false>(sums, count, nullptr, static_cast<T*>(to.data));
   });
 }
 
@@ -216,31 +214,45 @@ struct Ahead {
   Ahead rows(int64_t count) const { return {line ? line + count * stride : nullptr, stride, units}; }
 };
 
-// A part of the output that is stored soon: fetched, a share at a time, while the micro-kernel works. It is often new memory, and a store
-// that misses the caches would hold up those behind it.
-struct Target {
-  const char* run;  // some columns of the first token
-  int64_t stride;   // bytes from token to token
-  int64_t tokens, bytes;
-
-  // Share [first, end) of `all`.
-  void fetch(int64_t first, int64_t end, int64_t all) const {
-    for (int64_t i = tokens * first / all; i < tokens * end / all; ++i) {
-      const char *begin = run + i * stride, *stop = begin + bytes;
-      for (const char* line = begin - reinterpret_cast<uintptr_t>(begin) % 64; line < stop; line += 64) prefetch(line);
-    }
+// The lines of an output that R rows by G vectors will be written to: they are often new memory, and a store that misses the caches would
+// hold up those behind it.
+template <int R, int G>
+[[gnu::always_inline]] inline void fetch_output(const LinearOutput& output) {
+#pragma GCC unroll 12
+  for (int r = 0; r < R; ++r) {
+    const char* run = static_cast<const char*>(output.from(r, 0).data);
+    for (int64_t i = 0; i < G * kLanes * output.element_bytes(); i += 64) prefetch(run + i);
   }
-};
-
-inline Target target_of(const LinearOutput& o, int64_t token, int64_t tokens, int64_t column, int64_t columns) {
-  const int64_t size = o.dtype == DType::kFloat32 ? 4 : 2;
-  return {static_cast<const char*>(o.data) + (token * o.stride + column) * size, o.stride * size, tokens, columns * size};
 }
 
-// Not inline: among a caller's variables GCC keeps addresses of rows in vector registers and moves them in every step.
+// Complete sums from their registers, plus bias -> output, rounded.
 template <class Product, int R, int G>
+[[gnu::always_inline]] inline void store_tile(const typename Product::Sum sum[R][G], const LinearOutput& output) {
+  with_elements(output.data, output.dtype, [&]<class T>(const T*) __attribute__((always_inline)) {
+    T* const to = static_cast<T*>(output.data);
+    if (const T* bias = static_cast<const T*>(output.bias)) {
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g += 2) {
+        const Vector low = load_floats(bias + g * kLanes), high = load_floats(bias + (g + 1) * kLanes);
+#pragma GCC unroll 12
+        for (int r = 0; r < R; ++r) store_rounded(to + r * output.stride + g * kLanes, sum[r][g] + low, sum[r][g + 1] + high);
+      }
+      return;
+    }
+#pragma GCC unroll 12
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int g = 0; g < G; g += 2) store_sums_rounded<Product>(to + r * output.stride + g * kLanes, sum[r][g], sum[r][g + 1]);
+  });
+}
+
+// kStores: where `output` is given, the sums are complete and go there instead. Not inline: among a caller's variables GCC keeps addresses
+// of rows in vector registers and moves them in every step.
+template <class Product, int R, int G, bool kStores = false>
 [[gnu::noinline]] void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first,
-                 Ahead ahead) {
+                            Ahead ahead, const LinearOutput* output = nullptr) {
+  if constexpr (kStores)
+    if (output) fetch_output<R, G>(*output);
   typename Product::Sum sum[R][G];
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
@@ -279,6 +291,8 @@ template <class Product, int R, int G>
       }
     }
   }
+  if constexpr (kStores)
+    if (output) return store_tile<Product, R, G>(sum, *output);
 #pragma GCC unroll 12
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
@@ -287,11 +301,11 @@ template <class Product, int R, int G>
 
 constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are on their way
 
-// Decoded groups [first, first + count) of one row, in decode order. A partial last group is filled up with anything finite that its scale
-// allows: the activations there are zero, or the columns are not stored. Where ends_in_half, it is half as long, as keep_half leaves it.
-// Vectors are stored kStep floats apart. `loaded`: the row's scales, where they hold for all of it. `next`: as many codes that are
+// Decoded groups [first, first + count) of one row, in decode order, or kInOrder. A partial last group is filled up with anything finite
+// that its scale allows: the activations there are zero, or the columns are not stored. In decode order, where ends_in_half, it is half as
+// long, as keep_half leaves it. Vectors are stored kStep floats apart. `loaded`: the row's scales, where they hold for all of it. `next`: as many codes that are
 // fetched meanwhile.
-template <class Product, Codes codes, int64_t kStep = kLanes>
+template <class Product, Codes codes, int64_t kStep = kLanes, bool kInOrder = false>
 inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first, int64_t count,
                        float* out, const typename Decoder<Product, codes>::Scales* loaded = nullptr, const uint8_t* next = nullptr) {
   using D = Decoder<Product, codes>;
@@ -306,15 +320,15 @@ inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* ro
   for (int64_t g = 0; g < whole; ++g, at += D::kCodeBytes, out += Product::kVectors * kStep) {
     if (next)
       for (int i = 0; i < D::kCodeBytes; i += 64) prefetch(next + g * D::kCodeBytes + i);
-    decoder.scaled(at, scales, g, v);
+    decoder.template scaled<kInOrder>(at, scales, g, v);
 #pragma GCC unroll 8
     for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kStep, v[i]);
   }
   if (whole * kGroup < length) {
     TailCodes<codes> tail;
-    decoder.scaled(codes_of_group(row, l, first + whole, tail), scales, whole, v);
+    decoder.template scaled<kInOrder>(codes_of_group(row, l, first + whole, tail), scales, whole, v);
     int vectors = Product::kVectors;
-    if (ends_in_half<Product, codes>(l)) {
+    if (!kInOrder && ends_in_half<Product, codes>(l)) {
       vectors /= 2;
       if constexpr (kFirstHalf<Product, codes> == FirstHalf::kLanes)
         for (int i = 0; i < Product::kVectors / 2; ++i) v[i] = join_lower_halves(v[2 * i], v[2 * i + 1]);

@@ -23,15 +23,23 @@ struct LinearOutput {
   const void* bias;  // (columns,) of `dtype`, added in fp32 before the one rounding; null: none
   int64_t stride;
   DType dtype;
+
+  int64_t element_bytes() const { return dtype == DType::kFloat32 ? 4 : 2; }
+  // What begins at so many rows and columns.
+  LinearOutput from(int64_t row, int64_t column) const {
+    const int64_t size = element_bytes();
+    return {static_cast<char*>(data) + (row * stride + column) * size,
+            bias ? static_cast<const char*>(bias) + column * size : nullptr, stride, dtype};
+  }
 };
 
 // A low-rank addend in the arithmetic and the sums of the product itself, R more terms of each sum. Units as the product's.
 //   forward:  + input (M, R) @ weight (N, R)^T      backward:  + input (M, R) @ weight (R, K)
 struct LowRank {
-  const void* weight;  // forward: prepare_low_rank's (N + kMostTileRows, stride); backward: prepare_direct's (groups, R, group)
+  const void* weight;  // forward: prepare_low_rank's (N + kMostTileRows, stride); backward: its (R, stride), zeros past K
   const void* input;   // direct, turned: prepare_low_rank's (M, stride); backward: prepare_matrix'; tiled: prepare_low_rank_tiled's
   int64_t rank;        // R
-  int64_t stride;      // forward: units of a row, zeros past R; direct and tiled: whole vectors
+  int64_t stride;      // units of a row of the weight; forward: zeros past R; direct and tiled: whole vectors
 };
 
 // What the kernels do in one arithmetic.

@@ -193,8 +193,12 @@ template <class Product, class T>
 void pack_low_rank(const T* matrix, int64_t rows, int64_t columns, float factor, int64_t offset, int64_t stride, void* units) {
   using E = typename Product::Element;
   E* out = static_cast<E*>(units) + offset;
-  for (int64_t r = 0; r < rows; ++r, matrix += columns, out += stride * Product::kUnitElements)
-    for (int64_t c = 0; c < columns; ++c) convert(out[c], to_float(matrix[c]) * factor);
+  for (int64_t r = 0; r < rows; ++r, matrix += columns, out += stride * Product::kUnitElements) {
+    if (factor == 1.0f)  // mostly a copy
+      for (int64_t c = 0; c < columns; ++c) convert(out[c], matrix[c]);
+    else
+      for (int64_t c = 0; c < columns; ++c) convert(out[c], to_float(matrix[c]) * factor);
+  }
 }
 
 // (tokens, rank) * factor -> for each tile (rank in units, tokens of the tile), order kept; zeros where there is none.

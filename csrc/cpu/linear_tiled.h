@@ -76,16 +76,15 @@ struct Layout {
   }
 
   // sums (rows from `row` on, the strip's tokens) += a (rows, units [first_unit, + count)) times the activations (all_units, tokens)
-  // of the strip from token m0 on. `target`: its tokens of the output, if they are stored next.
+  // of the strip from token m0 on.
   static void multiply(const Rows& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t m0, int64_t all_units,
-                       int64_t first_unit, int64_t count, const Sums& sums, bool first, const Ahead& next, const Target& target) {
+                       int64_t first_unit, int64_t count, const Sums& sums, bool first, const Ahead& next) {
     constexpr int R = kLanes == 16 ? 12 : 6;  // by 2 vectors, in 32 registers or in 16
     const int vectors = tile_vectors<Product>(tokens - m0);
     const float* b = activations + unit_at<Product>(all_units, tokens, m0, vectors * kLanes, first_unit);
     for (int64_t r = 0; r < rows; r += kBlockRows) {
       const float* at = a.data + r * a.stride;
       float* to = sums.at(row + r, 0);
-      target.fetch(r, r + kBlockRows, rows);
       if (vectors == 1) {
         tile<Product, 12, 1>(at, a.stride, b, to, sums.stride, count, first, next.rows(r));
       } else {
@@ -132,8 +131,7 @@ struct Layout<Product> {
   static constexpr int64_t strip_tokens(int64_t tokens) { return tokens; }
 
   static void multiply(const TileOperand& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t /*m0*/,
-                       int64_t all_units, int64_t first_unit, int64_t count, const Sums& sums, bool first, const Ahead& next,
-                       const Target&) {
+                       int64_t all_units, int64_t first_unit, int64_t count, const Sums& sums, bool first, const Ahead& next) {
     const int64_t strips = strips_of(tokens), steps = count / kTileSide;
     const TileOperand b = whole_tiles(activations + tile_at(all_units, strips, 0, first_unit), count * kTileSide);
     TileFetch fetch{b.data, 0};
@@ -153,7 +151,6 @@ struct Layout<Product> {
 //   begin(rows, count)                                   `count` rows of the next sums
 //   decode(r, row, unit, count, out, next, next_unit)    units of row r of them; row `next`, from its `next_unit` on, is decoded later
 //   codes_at(unit), kLineUnits                           where a unit's code is in a row; units in 64 bytes of codes
-//   target(first_row, count, first_token, tokens)        where `finish` stores
 //   finish(first_row, count, first_token, tokens, sums)  their sums of a strip are complete, and still in L2
 template <class Product, class Rows>
 inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_end, int64_t row_bytes, const void* units,
@@ -191,8 +188,7 @@ inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_en
           if constexpr (L::kFetchStrips)
             if (!next.line) next = L::next_strip(activations, tokens, m + strip, all, u0, count, padded);
           const auto of_strip = sums.from(0, whole ? 0 : m);
-          L::multiply(L::panel(shape, panel), r0, padded, activations, tokens, m, all, u0, count, of_strip, u0 == 0, next,
-                      last ? rows.target(n0, of_panel, m, strip) : Target{});
+          L::multiply(L::panel(shape, panel), r0, padded, activations, tokens, m, all, u0, count, of_strip, u0 == 0, next);
           if (last) rows.finish(n0, of_panel, m, strip, of_strip);
         }
       }
@@ -288,8 +284,6 @@ class WeightRows {
     if (!Scales::kWholeRow) prefetch(next + scales_at(l, next_unit * Product::kUnitElements));
   }
 
-  Target target(int64_t n0, int64_t rows, int64_t m0, int64_t count) const { return target_of(output, m0, count, n0, rows); }
-
   void finish(int64_t n0, int64_t rows, int64_t m0, int64_t count, const typename L::Sums& sums) const {
     if (low_rank) {
       const float* a = static_cast<const float*>(low_rank->weight) + n0 * low_rank->stride;
@@ -297,7 +291,7 @@ class WeightRows {
       constexpr int64_t kUnits = L::kMany.units;
       for (int64_t u = 0; u < all; u += kUnits)
         L::multiply(L::rows(a + u, low_rank->stride), 0, round_up(rows, L::kBlockRows), static_cast<const float*>(low_rank->input),
-                    tokens, m0, all, u, u + kUnits < all ? kUnits : all - u, sums, false, {}, {});
+                    tokens, m0, all, u, u + kUnits < all ? kUnits : all - u, sums, false, {});
     }
     store_turned<Product>(sums, m0, count, n0, rows, output);
   }

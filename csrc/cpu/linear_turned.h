@@ -32,21 +32,6 @@ constexpr ColumnShape turned_shape(int64_t rows, int64_t all_units) {
   return {round_up((rows + blocks - 1) / blocks, ColumnLayout<Product>::kRun), most.units};
 }
 
-// Where the unit at a position of a decoded group is among those of its row, once pairs are neighbours.
-template <class Product, Codes codes>
-constexpr int natural_unit(int position) {
-  if (Product::kUnitElements == 1) return element_at<Product, codes>(position);
-  return four_bit(codes) ? Product::kVectors * (position % kLanes) + position / kLanes : position;
-}
-
-template <class Product, Codes codes>
-struct NaturalUnits {
-  uint8_t at[kGroup / Product::kUnitElements];
-  constexpr NaturalUnits() : at() {
-    for (int i = 0; i < kGroup / Product::kUnitElements; ++i) at[i] = uint8_t(natural_unit<Product, codes>(i));
-  }
-};
-
 // kLanes columns of a panel's run: `count` units, of a weight's `rows` rows, the first kLanes of them at most, from unit `first` on.
 template <class Product, Codes codes>
 inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* packed, int64_t rows, const RowLayout& l, int64_t first,
@@ -54,7 +39,6 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
   using D = Decoder<Product, codes>;
   constexpr int64_t kRun = ColumnLayout<Product>::kRun, kElements = Product::kUnitElements, kGroupUnits = kGroup / kElements;
   constexpr int64_t kStride = kGroupUnits + 16;  // rows would share L1 sets
-  static constexpr NaturalUnits<Product, codes> natural;
   const int64_t start = first * kElements, length = count * kElements;
   typename D::Scales scales[kLanes];
   for (int64_t r = 0; r < rows && r < kLanes; ++r)
@@ -64,15 +48,15 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
     for (int64_t r = 0; r < rows && r < kLanes; ++r) {
       typename Product::Values v[Product::kVectors];
       TailCodes<codes> tail;
-      decoder.scaled(codes_of_group(packed + r * l.row_bytes, l, (first + u) / kGroupUnits, tail), scales[r], u / kGroupUnits, v);
-      if constexpr (requires { join_neighbours<Product, codes>(v); }) join_neighbours<Product, codes>(v);
+      const uint8_t* group = codes_of_group(packed + r * l.row_bytes, l, (first + u) / kGroupUnits, tail);
+      decoder.template scaled<true>(group, scales[r], u / kGroupUnits, v);
 #pragma GCC unroll 8
       for (int i = 0; i < Product::kVectors; ++i) store_values(block + r * kStride + i * kLanes, v[i]);
     }
     for (int64_t p = 0; p < kGroupUnits; p += kLanes) {
       turn_rows([&](int i) __attribute__((always_inline)) { return Float32::load(block + i * kStride + p); },
                 [&](int i, Vector column) __attribute__((always_inline)) {
-                  if (const int64_t at = natural.at[p + i]; u + at < count) store_values(panel + at * kRun, column);
+                  if (u + p + i < count) store_values(panel + (p + i) * kRun, column);
                 });
     }
   }
@@ -104,11 +88,7 @@ void turned(const uint8_t* packed, int64_t row_begin, int64_t row_end, const Row
   const ColumnShape shape = turned_shape<Product>(row_end - row_begin, all);
   for (int64_t n0 = row_begin; n0 < row_end; n0 += shape.columns) {
     const int64_t columns = shape.columns < row_end - n0 ? shape.columns : row_end - n0;
-    ColumnSums<Product> sums(shape, tokens, columns, scratch);
-    const auto target = [&](int64_t m, int64_t count) { return target_of(output, m, count, n0, columns); };
-    const auto finish = [&](int64_t m, int64_t count, const float* of_strip) {
-      for (int64_t i = 0; i < count; ++i) store_output<Product>(output, m + i, n0, of_strip + L::sum_at(shape, i, 0), columns);
-    };
+    ColumnSums<Product> sums(shape, tokens, columns, output.from(0, n0), scratch);
     // fill(column, panel) for kLanes columns each, of `count`
     const auto by_columns = [&](float* panel, int64_t count, const auto& fill) {
       for (int64_t c = 0; c < count; c += kLanes)
@@ -118,14 +98,14 @@ void turned(const uint8_t* packed, int64_t row_begin, int64_t row_end, const Row
       by_columns(panel, round_up(columns, L::kRun), [&](int64_t c, float* run) {
         fill_turned<Product, codes>(decoder, packed + (n0 + c) * l.row_bytes, columns - c, l, first, count, run);
       });
-    }, target, finish);
+    });
     if (!low_rank) continue;
     const float* weight = static_cast<const float*>(low_rank->weight) + n0 * low_rank->stride;
     sums.add(low_rank->input, low_rank->stride, true, [&](int64_t first, int64_t count, float* panel) {
       by_columns(panel, columns, [&](int64_t c, float* run) {  // further ones are zeros already
         fill_turned_matrix<Product>(weight + c * low_rank->stride, low_rank->stride, first, count, run);
       });
-    }, target, finish);
+    });
   }
 }
 
