@@ -66,7 +66,7 @@ inline void order_words(const BFloat16* x, BFloat16* out) {
   }
 }
 
-// `count` units of 16 tokens, `stride` elements apart, in the order of element_at, or of keep_half if they are half of a group: unit by
+// `count` units of 16 tokens, `stride` elements apart, in the order of element_at, or of decode_row if they are half of a group: unit by
 // unit, `width` units apart. Tokens from `tokens` on, and elements from `elements` on, are zeros.
 template <class Product, Codes codes>
   requires(Product::kCompute == Compute::kBFloat16)

@@ -303,8 +303,8 @@ constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are 
 
 // Decoded groups [first, first + count) of one row, in decode order, or kInOrder. A partial last group is filled up with anything finite
 // that its scale allows: the activations there are zero, or the columns are not stored. In decode order, where ends_in_half, it is half as
-// long, as keep_half leaves it. Vectors are stored kStep floats apart. `loaded`: the row's scales, where they hold for all of it. `next`: as many codes that are
-// fetched meanwhile.
+// long: the units of its first half, moved to the front. Vectors are stored kStep floats apart. `loaded`: the row's scales, where they
+// hold for all of it. `next`: as many codes that are fetched meanwhile.
 template <class Product, Codes codes, int64_t kStep = kLanes, bool kInOrder = false>
 inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first, int64_t count,
                        float* out, const typename Decoder<Product, codes>::Scales* loaded = nullptr, const uint8_t* next = nullptr) {

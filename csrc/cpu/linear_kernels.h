@@ -84,7 +84,7 @@ struct LinearKernels {
   void (*prepare_matrix)(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin, int64_t end,
                          void* units);
 
-  // output[:, row_begin:row_end] for up to kLinearTokens tokens, input: prepare_matrix' units. For many tokens and few rows.
+  // output[:, row_begin:row_end] for up to kLinearTokens tokens, input: prepare_matrix' units. For many tokens.
   // scratch: turned_scratch's bytes, for that many rows.
   void (*turned)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
                  const void* input, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch);

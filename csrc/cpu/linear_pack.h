@@ -84,14 +84,6 @@ inline int64_t padded_features(const RowLayout& l) {
   return round_up(l.in_features, kGroup) - (ends_in_half<Product, codes>(l) ? kGroup / 2 : 0);
 }
 
-// The units of a decoded group's first half moved to its front.
-template <class Product, Codes codes>
-inline void keep_half(float* group) {
-  constexpr int kHalf = kLanes / 2;
-  if (kFirstHalf<Product, codes> == FirstHalf::kLanes)
-    for (int v = 1; v < Product::kVectors; ++v) memcpy(group + v * kHalf, group + v * kLanes, kHalf * sizeof(float));
-}
-
 // Elements [0, kGroup) of x in decode order; those from `count` on are zeros.
 template <class Product, Codes codes, class T>
 inline void order_group(const T* x, int64_t count, typename Product::Element* out) {
@@ -136,7 +128,7 @@ inline int64_t unit_at(int64_t units, int64_t tokens, int64_t m0, int64_t width,
   return kOnTiles<Product> ? tile_at(units, strips_of(tokens), m0 / kLanes, unit) : m0 * units + unit * width;
 }
 
-// Where a unit is among those of a decoded group, by its element; `half`: of one that keep_half has been over.
+// Where a unit is among those of a decoded group, by its element; `half`: of half a group, as decode_row leaves it.
 template <class Product, Codes codes>
 struct Places {
   uint8_t whole[kGroup], half[kGroup / 2];
@@ -147,7 +139,7 @@ struct Places {
   }
 };
 
-// `count` units of kLanes tokens, `stride` elements apart, in the order of element_at, or of keep_half if they are half of a group: unit
+// `count` units of kLanes tokens, `stride` elements apart, in the order of element_at, or of decode_row if they are half of a group: unit
 // by unit, `width` units apart. Tokens from `tokens` on, and elements from `elements` on, are zeros.
 template <class Product, Codes codes, class T>
   requires(Product::kUnitElements == 1)

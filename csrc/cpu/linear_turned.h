@@ -1,4 +1,4 @@
-// linear's forward for many tokens of a layer with few rows: tokens as they lie (linear_columns.h) times panels of weights that were
+// linear's forward for many tokens: tokens as they lie (linear_columns.h) times panels of weights that were
 // turned, so that a row of the weight is a column. Nothing is prepared for each token, and nothing turned back; each weight costs more.
 // Included once per ISA.
 #pragma once
