@@ -11,7 +11,8 @@ floor from the copy bandwidth and the bf16 GEMM rate of this run.
 The work is done by a child process that writes the JSON after every check and section. A section that raises is recorded
 and the next one runs; one that takes the process with it (an illegal address ends the CUDA context), or outlasts its
 allowance, is recorded by the parent, which goes on with the rest in a new child. What no longer fits the 8 minutes is listed
-as not run.
+as not run. The JSON is a result like those of the other benchmarks (gpu_report.py), which table.py shows where it is
+committed as results/gpu-NAME.json.
 
 Memory checks to run beside it, on the cases that reach every kernel:
     compute-sanitizer --tool memcheck python -m pytest tests/cuda/test_on_gpu.py -k "formats or route or lie or misaligned"
@@ -39,7 +40,9 @@ sys.path.insert(0, str(ROOT))
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import gpu_checks  # noqa: E402
+import gpu_hosts  # noqa: E402
 import gpu_plan  # noqa: E402
+import gpu_report  # noqa: E402
 import gpu_sections  # noqa: E402
 import gpu_train  # noqa: E402
 import torch  # noqa: E402
@@ -77,13 +80,12 @@ def checked(name: str) -> Callable[[Bench], None]:
 
 def tasks(cuda: bool, only: str) -> dict[str, Task]:
     """Everything to run, in the order of importance: what the time does not suffice for is at the end."""
-    checks = {name: Task(checked(name), 90) for name in gpu_checks.CHECKS if cuda or name not in gpu_checks.CUDA_ONLY}
+    checks = {name: Task(checked(name), 60) for name in gpu_checks.CHECKS if cuda or name not in gpu_checks.CUDA_ONLY}
     sections = {
         "linears": Task(gpu_sections.linears, 120),
         "codec": Task(gpu_sections.codec, 60),
         "optimizers": Task(gpu_sections.optimizers, 90),
         "train_8b": Task(gpu_train.train_8b, 120),
-        "plan": Task(lambda b: gpu_plan.check_plans(b.device, b.tiny), 150),
         "qlora_linear": Task(gpu_sections.qlora_linear, 30),
         "linear_routes": Task(gpu_sections.linear_routes, 60),
         "backwards": Task(gpu_sections.backwards, 60),
@@ -91,10 +93,17 @@ def tasks(cuda: bool, only: str) -> dict[str, Task]:
         "int8_linear": Task(gpu_sections.int8_linears, 45),
         "host_cost": Task(gpu_sections.host_cost, 20),
         "distributed": Task(gpu_train.distributed, 60),
+        "plan": Task(lambda b: gpu_plan.check_plans(b.device, b.tiny), 150),
+        "hosts": Task(gpu_hosts.hosts, 150),
     }
     opcheck = "opcheck_of_every_sample"  # a minute of Python, which CI runs on the CPU
     last = {opcheck: checks.pop(opcheck)}
-    chosen = {name: task for name, task in {**checks, **sections, **last}.items() if only in name}
+    parts = only.split(",")
+    chosen = {
+        name: task
+        for name, task in {**checks, **sections, **last}.items()
+        if any(part in name for part in parts) or ("checks" in parts and name not in sections)
+    }
     return {"floors": Task(floors, 60, floors=True), **chosen}
 
 
@@ -194,7 +203,9 @@ def supervise(
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, default=ROOT / "benchmarks" / "results" / "gpu_check.json")
-    parser.add_argument("--only", default="", help="run only checks and sections whose name contains this")
+    parser.add_argument(
+        "--only", default="", help="run only what has one of these in its name, commas between; `checks`: every check"
+    )
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--minutes", type=float, default=MINUTES)
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU: proves the script, measures nothing")
@@ -214,6 +225,8 @@ def main() -> int:
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
         "halfbyte": halfbyte._library.build_info(),
+        "cpu": gpu_report.cpu_name(),
+        "versions": gpu_report.versions(),
         "running": None,
         **{key: {} for key in ("results", "seconds", "errors")},
         **{key: [] for key in ("rows", "failed", "left_out", "not_run")},
@@ -226,7 +239,7 @@ def main() -> int:
     state = supervise([sys.executable, *sys.argv, "--child"], args.json, allowances, deadline)
     print_table([Row(**row) for row in state["rows"]])
     state["total_seconds"] = time.time() - start
-    write(args.json, state)
+    write(args.json, {**gpu_report.described(state), **state})
     print(f"{state['total_seconds']:.0f} s, {len(state['failed'])} failed {state['failed'] or ''}; written to {args.json}")
     if state["not_run"]:
         print(f"not run, the time was up: {state['not_run']}")

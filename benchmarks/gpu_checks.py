@@ -24,7 +24,8 @@ Check = Callable[[torch.device], None]
 CHECKS: dict[str, Check] = {}
 CUDA_ONLY: set[str] = set()
 # Ops whose result is a sum in an order of its own: compared by a bound instead of bytes.
-SUMS = {"linear", "linear_backward_input", "lora_linear", "lora_linear_backward_input", "fp8_linear"}
+SUMS = {"linear", "linear_backward_input", "fp8_linear"}
+SUMS |= {"lora_linear", "lora_linear_backward_input", "lora_linear_backward_adapter"}
 
 
 def check(function: Check) -> Check:
@@ -64,9 +65,10 @@ def assert_same(name: str, ours: Tensor, cpu: Tensor) -> None:
         return
     assert torch.equal(ours.isnan(), cpu.isnan()), name
     if name in SUMS:
-        torch.testing.assert_close(
-            ours.nan_to_num(), cpu.nan_to_num(), rtol=2e-2 if ours.element_size() == 2 else 1e-4, atol=2e-2
-        )
+        # Terms cancel: an element is as exact as the sums of its size, some 2^-8 (16 bits) of the largest ones.
+        largest = float(cpu.nan_to_num().abs().max()) if cpu.numel() else 0.0
+        rtol = 2e-2 if ours.element_size() == 2 else 1e-4
+        torch.testing.assert_close(ours.nan_to_num(), cpu.nan_to_num(), rtol=rtol, atol=2e-2 + rtol * largest)
     elif "step" in name:
         torch.testing.assert_close(ours.nan_to_num(), cpu.nan_to_num(), rtol=1e-2, atol=1e-5)
     else:
@@ -79,14 +81,19 @@ def ops() -> list[str]:
 
 @check
 def every_sample_of_every_op_equals_the_cpu(device: torch.device) -> None:
+    differ: dict[str, str] = {}
     for name in ops():
         op = getattr(torch.ops.halfbyte, name).default
         for sample in testing.SPECS[name].samples(str(device)):
             ours, cpu = moved(sample, device), moved(sample, "cpu")
             outputs = (op(*call, **testing.keywords_of(call)) for call in (ours, cpu))
             results = zip(*map(tensors_of, outputs), strict=True)
-            for a, b in [*results, *zip(tensors_of(ours), tensors_of(cpu), strict=True)]:
-                assert_same(name, a, b)
+            try:
+                for a, b in [*results, *zip(tensors_of(ours), tensors_of(cpu), strict=True)]:
+                    assert_same(name, a, b)
+            except AssertionError as error:
+                differ[name] = str(error)
+    assert not differ, differ
 
 
 @check
@@ -290,7 +297,7 @@ def backward_of_each_forced_route(device: torch.device) -> None:
     """Every kernel at numbers of rows that its route does not send it, and as lora_linear's."""
     largest, tokens = (4096, (1, 16, 64, 65, 128, 129, 256, 257, 600)) if device.type == "cuda" else (136, (1, 65))
     for route, name, m in itertools.product(routes_of(device), ("nf4", "fp4-dq", "nf4:32", "nf4:256"), tokens):
-        if route == "tiled" and m > 128:  # more than it can take
+        if route == "tiled" and m > 32:  # more than it can take
             continue
         for n, k in ((8, 16), (136, 304), (largest, 1024), (1000, largest)):
             packed = halfbyte.quantize(torch.randn(n, k) * 0.05, name).to(device)
@@ -336,8 +343,8 @@ def a_row_does_not_depend_on_its_batch(device: torch.device) -> None:
         whole = halfbyte.ops.linear(x[:most], packed, None, "nf4", 4096)
         for m in fewer:
             assert torch.equal(halfbyte.ops.linear(x[:m], packed, None, "nf4", 4096), whole[:m]), (most, m)
-    hopper = [(256, (65, 128, 129, 192, 193))] if has_wgmma(device) else []
-    for most, fewer in ((16, (1, 3, 8, 9)), (32, (17, 25)), (64, (33, 40)), *hopper):
+    hopper = (256, (17, 33, 65, 128, 129, 192, 193))
+    for most, fewer in ((16, (1, 3, 8, 9)), hopper if has_wgmma(device) else (32, (17, 25))):
         whole = halfbyte.ops.linear_backward_input(x[:most], packed, "nf4", 4096)
         for m in fewer:
             dx = halfbyte.ops.linear_backward_input(x[:m], packed, "nf4", 4096)

@@ -22,9 +22,14 @@ from measured_memory import measured_peak
 from torch import Tensor, nn
 
 import halfbyte
+from halfbyte.distributed.fsdp2 import MINIMUM_TORCH
 from halfbyte.memory.simulate import OPTIMIZERS
 
 LIMIT = 0.10
+
+
+def torch_version() -> tuple[int, ...]:
+    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @dataclass(frozen=True)
@@ -216,7 +221,7 @@ def peak_on_gpu(case: Case, device: torch.device) -> int:
     torch.cuda.reset_peak_memory_stats(device)
     for _ in range(2):
         step()
-    torch.cuda.synchronize(device)
+        torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before
 
 
@@ -258,6 +263,8 @@ def check_plans(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"case": str(case)}
         if case.mixture and importlib.util.find_spec("transformers") is None:
             row["verdict"] = "not run: transformers is not installed"
+        elif case.strategy == "fsdp2" and case.format and torch_version() < MINIMUM_TORCH:
+            row["verdict"] = "not run: FSDP2 shards packed rows from torch {}.{} on".format(*MINIMUM_TORCH)
         else:
             try:
                 row |= check_plan(case, device, tiny)

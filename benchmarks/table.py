@@ -20,8 +20,8 @@ many products of numbers that are in registers. A turn is a call that is not tim
 are medians of quiet samples, or the lower quintile where fewer than 5 were quiet. "times ours" is that row's time over
 halfbyte's in the same rounds: **below 1 we lose**.
 
-`gpu_check.py` (`make gpu`) does the same on a GPU; nobody has run it yet. What the compiler made of the CUDA kernels is
-under "sass" (`sass_counts.py`).
+`gpu_check.py` (`make gpu`) does the same on a GPU: "gpu". What the compiler made of the CUDA kernels is under "sass"
+(`sass_counts.py`).
 
 This file is made from `results/*.json` by `python benchmarks/table.py`.
 """

@@ -93,6 +93,23 @@ struct Boxed<kernel> {
 // t, or a contiguous copy. torch's own goes through the dispatcher even where there is nothing to do (1 us).
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }
 
+// t, or its values as `dtype`: likewise.
+inline Tensor as_dtype(const Tensor& t, ScalarType dtype) { return t.scalar_type() == dtype ? t : torch::stable::to(t, dtype); }
+
+// A matrix in t's memory, from its element `first` on. narrow, view and transpose through the dispatcher take microseconds each.
+inline Tensor matrix_at(const Tensor& t, std::array<int64_t, 2> sizes, std::array<int64_t, 2> strides, int64_t first) {
+  AtenTensorHandle handle;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch__reinterpret_tensor(t.get(), 2, sizes.data(), strides.data(), first, &handle));
+  return Tensor(handle);
+}
+// (rows, columns), rows `pitch` apart.
+inline Tensor matrix_in(const Tensor& t, int64_t rows, int64_t columns, int64_t pitch, int64_t first = 0) {
+  return matrix_at(t, {rows, columns}, {pitch, 1}, first);
+}
+inline Tensor transposed(const Tensor& matrix) {
+  return matrix_at(matrix, {matrix.size(1), matrix.size(0)}, {matrix.stride(1), matrix.stride(0)}, 0);
+}
+
 // Sizes of `t` with the last dimension replaced.
 inline std::vector<int64_t> with_last_size(const Tensor& t, int64_t last) {
   std::vector<int64_t> sizes(t.sizes().begin(), t.sizes().end());

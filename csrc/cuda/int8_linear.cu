@@ -96,8 +96,10 @@ __global__ void __launch_bounds__(kThreads) int8_scale_kernel(const Int8Args a) 
 template <class T>
 cudaError_t launch_as(const Int8Args& a, cudaStream_t stream) {
   const auto smaller = [](int64_t x, int64_t y) { return unsigned(x < y ? x : y); };
-  if (a.sums)
-    return launch(int8_scale_kernel<T>, smaller((a.N + kThreads - 1) / kThreads, 65535), smaller(a.M, 65535), kThreads, 0, stream, a);
+  if (a.sums) {  // a wave of CTAs: each asks for the factors of its columns once, for many tokens
+    const int64_t columns = (a.N + kThreads - 1) / kThreads, wave = int64_t(multiprocessors()) * (2048 / kThreads);
+    return launch(int8_scale_kernel<T>, smaller(columns, 65535), smaller(a.M, (wave + columns - 1) / columns), kThreads, 0, stream, a);
+  }
   return launch(int8_linear_kernel<T>, smaller((a.N + kWarps - 1) / kWarps, int64_t(multiprocessors()) * 32),
                 smaller((a.M + kTokens - 1) / kTokens, 65535), kThreads, 0, stream, a);
 }

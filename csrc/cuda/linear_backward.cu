@@ -7,7 +7,7 @@
 // as W and G agree: lane 4 g + t takes rows 4 t .. 4 t + 3 (8 bytes of gradient) and columns 16 g .. 16 g + 15 (8 bytes a row).
 //
 //   a CTA: 256 columns (2 sides, so that 128 bytes of a row are read together) x a range of rows (4 warps in turn) x up to 32
-//   rows of grad; or 2 warps in turn x 2 groups of 32 rows of grad, or 4 groups: each group decodes for itself, from L1
+//   rows of grad
 //
 // Each row has its own scale for a block of columns, which the sum over rows cannot leave outside: a pair of values is multiplied
 // by its two rows' scales as 16-bit numbers. Codebook, scale and product are rounded: 3 * 2^-8 (bf16) or 3 * 2^-11 (fp16)
@@ -18,16 +18,14 @@ namespace halfbyte::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kGroupColumns = 4;              // past 16 rows of grad: 32 of them a warp
+constexpr int kMostColumns = int(kBackwardM) / 8;
 constexpr int kWarpColumns = 128;             // of one warp: 16 a lane, 8 lanes
 constexpr int kSide = int(kBackwardColumns) / kWarpColumns;  // warps side by side
-constexpr int kShare = kThreads / 32 / kSide;                // warps a side: they take steps in turn, or rows of grad in groups
-static_assert(kSide == 2 && kShare == 4);
+constexpr int kTurns = kThreads / 32 / kSide;                // warps a side: they take steps in turn
+static_assert(kSide == 2 && kTurns == 4);
 
 // input is grad (M, N), 8-byte aligned rows as those of packed; N a multiple of 4, K of 16. A step is 16 rows of packed.
-struct BackwardArgs : ProductArgs {
-  int groups;  // of 8 * Columns rows of grad: 1, 2 or 4
-};
+using BackwardArgs = ProductArgs;
 
 // What a lane needs of one step, as loaded: 16 columns of 4 rows, their scales, and the gradients of these rows. Nothing is
 // computed of it before it is needed, or its loads would be waited for.
@@ -41,20 +39,18 @@ struct Step {
 
   // Rows past N repeat the last 4. Columns past K and gradient rows past M repeat the last ones; their sums are not stored.
   template <class T>
-  __device__ void load(const BackwardArgs& a, int number, int column, int first, int g, int t) {
+  __device__ void load(const BackwardArgs& a, int number, int column, int g, int t) {
     const int wanted = number * 16 + 4 * t, n = wanted < a.N ? wanted : a.N - 4;
 #pragma unroll
     for (int c = 0; c < Columns; ++c) {
-      const int m = first + g + 8 * c < a.M ? first + g + 8 * c : a.M - 1;
+      const int m = g + 8 * c < a.M ? g + 8 * c : a.M - 1;
       grad[c] = __ldg(reinterpret_cast<const uint2*>(static_cast<const T*>(a.input) + m * int64_t(a.N) + n));
     }
     const uint8_t* row = a.packed + n * a.layout.row_bytes;
     const int block = column >> a.block_shift;
 #pragma unroll
     for (int r = 0; r < 4; ++r, row += a.layout.row_bytes) {
-      // Groups of rows of grad share L1's copy of the codes.
-      const uint8_t* at = row + column / 2;
-      codes[r] = Columns == kGroupColumns ? __ldg(reinterpret_cast<const uint2*>(at)) : load_once(at);
+      codes[r] = load_once(row + column / 2);
       const float* scales = reinterpret_cast<const float*>(row + a.layout.scales_offset);
       if constexpr (DQ) step[r] = __ldg(scales), low[r] = __ldg(scales + 1);
       scale[r] = DQ ? __ldg(row + a.layout.code_bytes + block) : __ldg(reinterpret_cast<const uint32_t*>(scales) + block);
@@ -101,13 +97,13 @@ __device__ inline void multiply_step(const LaneTable& table, const Step<DQ, Colu
   }
 }
 
-// Adds the sums of `turns` neighbouring warps in the order ((0 + 1) + (2 + 3)); turn 0 has them afterwards. `shared` has room for
-// half of 64 sums of every thread.
+// Adds the sums of 4 neighbouring warps in the order ((0 + 1) + (2 + 3)); turn 0 has them afterwards. `shared` has room for half of
+// 64 sums of every thread.
 template <int Columns>
-__device__ inline void add_turns(float (&sums)[8][Columns][4], int turns, int turn, float* shared) {
+__device__ inline void add_turns(float (&sums)[8][Columns][4], int turn, float* shared) {
   constexpr int kCount = 8 * Columns * 4, kPiece = kCount < 64 ? kCount : 64;
   float* flat = &sums[0][0][0];
-  for (int distance = 1; distance < turns; distance *= 2) {
+  for (int distance = 1; distance < kTurns; distance *= 2) {
     // Of every pair of warps at `distance`, in the order of the first of the two: 4 slots at most.
     const int warp = int(threadIdx.x / 32), slot = (warp - turn) / 2 + turn / (2 * distance);
     float* at = shared + slot * (kPiece * 32) + int(threadIdx.x % 32);
@@ -127,37 +123,37 @@ __device__ inline void add_turns(float (&sums)[8][Columns][4], int turns, int tu
   }
 }
 
-// Columns: 1 for M <= 8, 2 for M <= 16; past that kGroupColumns and groups of rows of grad.
+// Columns: 1 for M <= 8, 2 for M <= 16, else 4.
 template <class T, bool DQ, int Columns>
-__global__ void __launch_bounds__(kThreads, Columns == kGroupColumns ? 1 : int(kSmallResident))
+__global__ void __launch_bounds__(kThreads, Columns == kMostColumns ? 1 : int(kSmallResident))
     linear_backward_kernel(const BackwardArgs a) {
   __shared__ uint32_t table[kTableWords];
   static_assert(kTableWords >= kThreads / 2 * (Columns < 2 ? 32 : 64));  // add_turns takes the table's place
   const int lane = int(threadIdx.x % 32), warp = int(threadIdx.x / 32), g = lane / 4, t = lane % 4;
-  const int turns = kShare / a.groups, turn = warp % turns, group = warp / turns % a.groups, side = warp / kShare;
+  const int turn = warp % kTurns, side = warp / kTurns;
   fill_byte_table<T>(a.codebook, table);
   __syncthreads();
   const LaneTable lane_table(table);
   const int column = int(blockIdx.x) * int(kBackwardColumns) + side * kWarpColumns + 16 * g;
-  const int K = int(a.layout.in_features), from = column < K ? column : K - 16, first = group * 8 * Columns;
-  const int begin = a.begin() + turn, end = first >= a.M ? 0 : a.end();
+  const int K = int(a.layout.in_features), from = column < K ? column : K - 16;
+  const int begin = a.begin() + turn, end = a.end();
   float sums[8][Columns][4] = {};
   constexpr int kAhead = Step<DQ, Columns>::kAhead;
   Step<DQ, Columns> ring[kAhead];
 #pragma unroll
   for (int j = 0; j < kAhead; ++j) {
-    if (begin + j * turns < end) ring[j].template load<T>(a, begin + j * turns, from, first, g, t);
+    if (begin + j * kTurns < end) ring[j].template load<T>(a, begin + j * kTurns, from, g, t);
   }
-  for (int step = begin; step < end; step += kAhead * turns) {
+  for (int step = begin; step < end; step += kAhead * kTurns) {
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
-      const int now = step + j * turns, next = now + kAhead * turns;
+      const int now = step + j * kTurns, next = now + kAhead * kTurns;
       if (now >= end) continue;
       multiply_step<T, DQ, Columns>(lane_table, ring[j], now * 16 + 4 * t < a.N, sums);
-      if (next < end) ring[j].template load<T>(a, next, from, first, g, t);
+      if (next < end) ring[j].template load<T>(a, next, from, g, t);
     }
   }
-  add_turns<Columns>(sums, turns, turn, reinterpret_cast<float*>(table));
+  add_turns<Columns>(sums, turn, reinterpret_cast<float*>(table));
   if (turn != 0 || column >= K) return;
 #pragma unroll
   for (int c = 0; c < Columns; ++c) {
@@ -165,7 +161,7 @@ __global__ void __launch_bounds__(kThreads, Columns == kGroupColumns ? 1 : int(k
     for (int i = 0; i < 8; ++i) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {  // (2 i; 2 t), (2 i; 2 t + 1), (2 i + 1; 2 t), (2 i + 1; 2 t + 1)
-        const int m = first + 8 * c + 2 * t + e % 2, k = column + 2 * i + e / 2;
+        const int m = 8 * c + 2 * t + e % 2, k = column + 2 * i + e / 2;
         if (m >= a.M) continue;
         leave_sum<T>(a, m, k, sums[i][c][e]);
       }
@@ -177,7 +173,7 @@ template <class T, bool DQ>
 KernelChoice<BackwardArgs> choose(int M) {
   if (M <= 8) return {linear_backward_kernel<T, DQ, 1>, 0};
   if (M <= 16) return {linear_backward_kernel<T, DQ, 2>, 0};
-  return {linear_backward_kernel<T, DQ, kGroupColumns>, 0};
+  return {linear_backward_kernel<T, DQ, kMostColumns>, 0};
 }
 
 }  // namespace
@@ -186,9 +182,8 @@ int64_t linear_backward_small_splits(int64_t N, int64_t K) { return backward_spl
 int64_t linear_backward_tiled_splits(int64_t N, int64_t K) { return backward_splits(N, K, multiprocessors(), 1); }
 
 cudaError_t launch_linear_backward(const PackedProduct& p, cudaStream_t stream) {
-  static_assert(kBackwardMost <= kShare * 8 * kGroupColumns);
   const int64_t columns = p.layout.in_features;
-  const BackwardArgs args{product_args(p, columns, p.N, kBackwardRows, 1), p.M <= 32 ? 1 : p.M <= 64 ? 2 : 4};
+  const BackwardArgs args = product_args(p, columns, p.N, kBackwardRows, 1);
   const cudaError_t error = launch_splits(p, args, (columns + kBackwardColumns - 1) / kBackwardColumns, kThreads, stream,
                                           [&]<class T, bool DQ>() { return choose<T, DQ>(args.M); });
   return error != cudaSuccess ? error : add_splits(p, args, stream);

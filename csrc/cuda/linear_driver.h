@@ -19,8 +19,8 @@ namespace halfbyte::cuda {
 
 inline Tensor dense_weight(const char* op, const Tensor& packed, const RowLayout& layout, ScalarType dtype) {
   const LaunchScope scope(op, packed);
-  const Tensor source = torch::stable::contiguous(packed);
-  Tensor weight = torch::stable::new_empty(source, {packed.size(0), layout.in_features}, dtype);
+  const Tensor source = as_contiguous(packed);
+  Tensor weight = new_tensor(source, {packed.size(0), layout.in_features}, dtype);
   scope.check(launch_dequantize(source.const_data_ptr<uint8_t>(), packed.size(0), layout, checked_dtype(op, "input", dtype),
                                 weight.mutable_data_ptr(), scope.stream()));
   return weight;
@@ -37,16 +37,16 @@ inline std::optional<LinearRoute> forced_route(const char* op, const char* varia
   fail(op, variable, " must be small, tiled, wgmma or dense, got ", wanted);
 }
 
-// What linear_route.h decides on; input (grad_output in backward) and packed are contiguous, and their device is the current one.
+// What linear_route.h decides on; input, (M, K) or in backward (M, N), and packed are contiguous, and their device is current.
 inline LinearProblem problem_of(const Tensor& input, const Tensor& packed, const RowLayout& layout) {
   LinearProblem p{};
-  p.M = leading_numel(input);
+  p.M = input.size(0);
   p.N = packed.size(0);
   p.K = layout.in_features;
   p.format = layout.format;
   p.block_size = layout.block_size;
   p.dtype = checked_dtype("linear", "input", input.scalar_type());
-  p.input_width = access_width(input.const_data_ptr(), input.size(input.dim() - 1) * int64_t(input.element_size()));
+  p.input_width = access_width(input.const_data_ptr(), input.size(1) * int64_t(input.element_size()));
   p.packed_width = access_width(packed.const_data_ptr(), layout.row_bytes);
   return p;
 }
@@ -75,30 +75,29 @@ inline PackedKernel backward_kernel(const LinearProblem& p) {
   return {};
 }
 
-// The product plus addend, (columns,) or (M, columns), by the kernel that `choose` gives for it, if any; `most`: the largest M
-// for which it gives one that $`variable` does not force.
-inline std::optional<Tensor> packed_product(const char* op, PackedKernel (*choose)(const LinearProblem&), int64_t most,
-                                            const char* variable, const Tensor& input, const Tensor& packed,
-                                            const std::optional<Tensor>& addend, const RowLayout& layout, int64_t columns) {
+// output (M, columns) = the product of input's contiguous rows plus addend, (columns,) or output itself, by the kernel that `choose`
+// gives for it; false where it gives none. `most`: the largest M for which it gives one that $`variable` does not force.
+inline bool packed_product(const char* op, PackedKernel (*choose)(const LinearProblem&), int64_t most, const char* variable,
+                           const Tensor& input, const Tensor& packed, const std::optional<Tensor>& addend, const RowLayout& layout,
+                           const Tensor& output) {
   const std::optional<LinearRoute> forced = forced_route(op, variable);
-  if (leading_numel(input) > most && !forced) return std::nullopt;
+  if (input.size(0) > most && !forced) return false;
   const NoGradGuard no_grad;
-  const Tensor x = torch::stable::contiguous(input), w = torch::stable::contiguous(packed);
+  const Tensor w = as_contiguous(packed);
   const LaunchScope scope(op, w);
-  LinearProblem p = problem_of(x, w, layout);
+  LinearProblem p = problem_of(input, w, layout);
   p.forced = forced;
-  static_assert(kBesideWgmmaM <= kBackwardM);
-  p.wgmma = (p.M > kBesideWgmmaM || forced) && linear_wgmma_available();  // asks the device
+  p.wgmma = (p.M > kSmallM || forced) && linear_wgmma_available();  // asks the device
   const PackedKernel kernel = choose(p);
   HALFBYTE_CHECK(kernel.launch || !forced || forced == LinearRoute::kDense, op, variable, "=", kRouteNames[int(*forced)],
                  " asks for a kernel that does not take this problem (csrc/cuda/linear_route.h)");
-  if (!kernel.launch) return std::nullopt;
-  const Tensor added = torch::stable::contiguous(addend ? *addend : x);  // x only stands for none
-  Tensor output = torch::stable::new_empty(x, with_last_size(x, columns), x.scalar_type());
+  if (!kernel.launch) return false;
+  const int64_t columns = output.size(1);
+  const Tensor added = as_contiguous(addend ? *addend : input);  // input only stands for none
   const int64_t splits = kernel.splits(p.N, p.K);
-  Tensor partial = splits > 1 ? torch::stable::new_empty(x, {splits, p.M, columns}, ScalarType::Float) : output;
+  const Tensor partial = splits > 1 ? new_tensor(input, {splits, p.M, columns}, ScalarType::Float) : output;
   PackedProduct product{};
-  product.input = x.const_data_ptr();
+  product.input = input.const_data_ptr();
   product.packed = w.const_data_ptr<uint8_t>();
   product.M = p.M;
   product.N = p.N;
@@ -110,28 +109,29 @@ inline std::optional<Tensor> packed_product(const char* op, PackedKernel (*choos
   product.partial = splits > 1 ? partial.mutable_data_ptr<float>() : nullptr;
   product.splits = splits;
   scope.check(kernel.launch(product, scope.stream()));
-  return output;
+  return true;
 }
 
-// input (..., K) @ packed^T + addend; addend: (N,), or (M, N) where input has two dimensions. aten::linear hands a 2-D one to
-// addmm: it is what the product's own accumulation starts from.
-inline Tensor run_linear(const char* op, const Tensor& input, const Tensor& packed, const std::optional<Tensor>& addend,
-                         const RowLayout& layout) {
-  if (auto output = packed_product(op, linear_kernel, kWgmmaM, kForward, input, packed, addend, layout, packed.size(0)))
-    return *output;
-  return aten_linear(input, dense_weight(op, packed, layout, input.scalar_type()), addend);
+// output (M, N) = input (M, K) @ packed^T + addend, (N,) or output itself: what the product's own accumulation starts from.
+inline void linear_into(const char* op, const Tensor& input, const Tensor& packed, const std::optional<Tensor>& addend,
+                        const RowLayout& layout, const Tensor& output) {
+  if (packed_product(op, linear_kernel, kWgmmaM, kForward, input, packed, addend, layout, output)) return;
+  const Tensor weight = dense_weight(op, packed, layout, input.scalar_type());
+  addmm_out(op, output, addend ? *addend : output, input, transposed(weight), addend ? 1 : 0, 1);
 }
 
-// grad_output (..., N) @ packed + addend (M, K), which goes with a grad_output of two dimensions.
-inline Tensor run_backward(const char* op, const Tensor& grad_output, const Tensor& packed, const std::optional<Tensor>& addend,
-                           const RowLayout& layout) {
-  if (auto grad = packed_product(op, backward_kernel, kBackwardWgmmaM, kBackward, grad_output, packed, addend, layout,
-                                 layout.in_features))
-    return *grad;
-  const NoGradGuard no_grad;
-  Tensor weight = dense_weight(op, packed, layout, grad_output.scalar_type());
-  if (!addend) return aten_matmul(grad_output, weight);
-  return aten_linear(grad_output, torch::stable::transpose(weight, 0, 1), addend);
+// output (M, K) = grad_output (M, N) @ packed + addend, output itself.
+inline void backward_into(const char* op, const Tensor& grad_output, const Tensor& packed, const std::optional<Tensor>& addend,
+                          const RowLayout& layout, const Tensor& output) {
+  if (packed_product(op, backward_kernel, kBackwardWgmmaM, kBackward, grad_output, packed, addend, layout, output)) return;
+  const Tensor weight = dense_weight(op, packed, layout, grad_output.scalar_type());
+  addmm_out(op, output, addend ? *addend : output, grad_output, weight, addend ? 1 : 0, 1);
+}
+
+// t (..., K), contiguous, as (M, K).
+inline Tensor matrix_of(const Tensor& t) {
+  const int64_t columns = t.size(t.dim() - 1);
+  return matrix_in(t, leading_numel(t), columns, columns);
 }
 
 }  // namespace halfbyte::cuda

@@ -31,51 +31,28 @@ struct LinearProblem {
 
 // Largest M of the small kernel: two tensor core tiles of 8 columns.
 constexpr int64_t kSmallM = 16;
-// Largest M of the tiled kernel: move it to where `gpu_check.py --only linear_routes` says that it stops winning over decoding +
-// cuBLAS (it times both at M = 32 .. 1024). Put here by arithmetic, for 14336 x 4096 on an H200, bf16 and fp16 alike (fp32 is not
-// taken), in us at M = 64, 128, 256:
-//   62, 62, 73  decoding (41; 35 at the copy's 4.3 TB/s) + cuBLAS, which reads 117 MB
-//   16, 32, 63  tiled, tensor cores: 2 M N K / (0.6 * 790e12 flop/s), what mma.sync reaches of cuBLAS' rate
-//   21, 36, 73  + look-ups that nothing overlaps (linear_tiled.cu: 77, 87, 87 %)
-//   28, 47, 93  + 112 of 132 multiprocessors busy, the start, the second pass
-// So it wins by 2.2 at 64, by 1.3 at 128, and loses at 256. On an A100, where mma.sync has the full rate, the same arithmetic gives
-// 2.2 and 1.4 (157 us to decode and multiply; its waves of CTAs fit this size worse).
+// Largest M of the tiled kernel where there is no wgmma. Measured on an H100 (`gpu_check.py --only linear_routes`), 14336 x 4096, us at
+// M = 32, 64, 128, 192, 256, for tiled and for decoding + cuBLAS: 33, 45, 73, 115, 146 against 101, 101, 103, 105, 108; of 4096 x 4096:
+// 14, 18, 27, 44, 56 against 24, 25, 28, 30, 32.
 constexpr int64_t kTiledM = 128;
-// Where there is wgmma, kBesideWgmmaM is the tiled kernel's largest M and kWgmmaM the wgmma kernel's; the same measurement moves
-// them. By arithmetic for the same weight, at M = 64, 128, 256, where 112 of 132 multiprocessors have a tile each of 64 steps, at
-// 1.755 GHz:
-//   12, 23, 47  tensor cores, at the 80 % of their peak that cuBLAS reaches (790e12 flop/s)
-//   20, 27, 41  shared memory, the cycles of linear_wgmma.cu
-//   16, 27, 48  L2 at an assumed 5.6 TB/s: each tile reads all of the input, 92, 150 and 268 MB
-//   26, 34, 58  the largest, + 15 % that does not overlap, + 3 for the start and the sums' way out
-//   28, 47, 93  the tiled kernel;  62, 62, 73  decoding + cuBLAS
-// Nothing to win at 64, 1.4 at 128, 1.25 at 256. At 384 and 512 two tiles of rows of input make two waves, 90 and 115 against 95
-// and 117: too close to send there unmeasured.
+// Where there is wgmma, kBesideWgmmaM is the tiled kernel's largest M and kWgmmaM the wgmma kernel's. Measured as above, wgmma at M =
+// 32, 64, 128, 192, 256, 384, 512: 41, 44, 52, 63, 73, 126, 145 where decoding + cuBLAS takes 120 and 144 at 384 and 512; of 4096 x
+// 4096: 15, 16, 21, 26, 30, 47, 59 (34 and 38); of 4096 x 14336: 37, 40, 48, 60, 69, 119, 139 (135 and 132). Two tiles of rows of input
+// make two waves: at 384 and 512 it wins for some shapes and loses for others.
 constexpr int64_t kBesideWgmmaM = 64;
 constexpr int64_t kWgmmaM = 256;
-// Largest M of backward's kernel; `gpu_check.py --only backwards` moves it, up to kBackwardMost. By arithmetic for the same weight:
-// a step of 32 products takes 234 instructions (benchmarks/sass_counts.py), about the issue slots that mma.sync leaves: 14 us at
-// M = 64, 28 at 128. L1 may be slower: some 64 lines and 32 look-ups of each of 8 warps a step, 768 cycles in line, against 468 of
-// issuing. So at worst 29 us at 64 against 62 for decoding + cuBLAS, but 54 at 128, too close to send there unmeasured.
-constexpr int64_t kBackwardM = 64;
-constexpr int64_t kBackwardMost = 128;  // that it can take
-// Largest M of backward's wgmma kernel; up to kBackwardM there is nothing to win over the one above. By arithmetic for the same
-// weight, at M = 64, 128, 192, 256, where 32 tiles of columns times 4 splits are 128 of 132 multiprocessors with 56 steps each:
-//   10, 20, 31, 41  tensor cores, at 80 % of their peak
-//   20, 26, 32, 38  shared memory, the cycles of linear_backward_wgmma.cu
-//   18, 29, 39, 50  L2 at an assumed 5.6 TB/s: 103, 161, 220 and 279 MB
-//   26, 36, 48, 60  the largest, + 15 % that does not overlap, + 3 for the start and the sums' way out
-//   30, 41, 55, 69  + the second pass: a launch, and 4, 8, 13 and 17 MB of sums written and read
-//   62, 62, 67, 73  decoding (at the copy's rate) + cuBLAS
-// So it wins by 1.5 at 128, 1.2 at 192 and little at 256, but 1.2 there too where packed has fewer rows than columns and needs no
-// second pass.
+// Largest M of backward's kernel, which is all that it can take; where there is wgmma it takes no more than kSmallM. Measured on an
+// H100 as above, in us at M = 32: 50, 36 by wgmma, 100 for decoding + cuBLAS. (A form for up to 128, which decoded once for each 32
+// rows, took 89 and, of 4096 x 14336, 113 at M = 64, where wgmma takes 38 and 46 and decoding + cuBLAS 102: L1's data path.)
+constexpr int64_t kBackwardM = 32;
+// Largest M of backward's wgmma kernel. Measured on an H100 at M = 64, 128, 192, 256, 384, 512: 38, 50, 62, 70, 127, 149 against 102,
+// 110, 130, 113, 146, 135 for decoding + cuBLAS; of 4096 x 14336 at 64, 128, 256: 46, 59, 74 against 102, 105, 107.
 constexpr int64_t kBackwardWgmmaM = 256;
 // Elements that a step of the small kernel reduces over; they must share one scale.
 constexpr int64_t kSmallChunk = 64;
 
-// The wgmma kernels copy 16 bytes of packed at a time, backward's also of gradients.
-inline bool has_wgmma(const LinearProblem& p) { return p.wgmma && p.packed_width >= 16; }
-inline bool has_backward_wgmma(const LinearProblem& p) { return has_wgmma(p) && p.input_width >= 16; }
+// Backward's wgmma kernel copies 16 bytes of packed and of gradients at a time.
+inline bool has_backward_wgmma(const LinearProblem& p) { return p.wgmma && p.packed_width >= 16 && p.input_width >= 16; }
 
 // A reason why none of the kernels can take a problem.
 struct Obstacle {
@@ -85,8 +62,8 @@ struct Obstacle {
 inline constexpr Obstacle kLinearObstacles[] = {
     {"nothing to multiply", [](const LinearProblem& p) { return p.M < 1; }},
     // Past it the decoded weight is read often enough to pay for itself, and cuBLAS has the faster tensor core instructions.
-    {"M is past kTiledM", [](const LinearProblem& p) { return p.M > kTiledM && !has_wgmma(p) && !p.forced; }},
-    {"M is past kWgmmaM", [](const LinearProblem& p) { return p.M > kWgmmaM && has_wgmma(p) && !p.forced; }},
+    {"M is past kTiledM", [](const LinearProblem& p) { return p.M > kTiledM && !p.wgmma && !p.forced; }},
+    {"M is past kWgmmaM", [](const LinearProblem& p) { return p.M > kWgmmaM && p.wgmma && !p.forced; }},
     {"nothing to compute", [](const LinearProblem& p) { return p.N < 1; }},
     // One byte of the row formats is one weight: another fragment layout.
     {"not a 4-bit format", [](const LinearProblem& p) { return !is_4bit(p.format); }},
@@ -96,7 +73,7 @@ inline constexpr Obstacle kLinearObstacles[] = {
     // Tensor cores would round float32 activations to tf32.
     {"float32 input", [](const LinearProblem& p) { return p.dtype == DType::kFloat32; }},
     {"input is not 16-byte aligned", [](const LinearProblem& p) { return p.input_width < 16; }},
-    {"packed is not 8-byte aligned", [](const LinearProblem& p) { return p.packed_width < 8; }},
+    {"packed is not 16-byte aligned", [](const LinearProblem& p) { return p.packed_width < 16; }},
     // Row and tile numbers are 32-bit in the kernel.
     {"N is 2^31 or more", [](const LinearProblem& p) { return p.N >= (int64_t(1) << 31) || p.K >= (int64_t(1) << 31); }},
 };
@@ -123,13 +100,13 @@ inline LinearRoute backward_route(const LinearProblem& problem) {
   }
   if (problem.forced) {
     const bool able = problem.forced == LinearRoute::kSmall   ? problem.M <= kSmallM
-                      : problem.forced == LinearRoute::kTiled ? problem.M <= kBackwardMost
+                      : problem.forced == LinearRoute::kTiled ? problem.M <= kBackwardM
                       : problem.forced == LinearRoute::kWgmma ? has_backward_wgmma(problem)
                                                               : true;
     return able ? *problem.forced : LinearRoute::kDense;
   }
   if (problem.M <= kSmallM) return LinearRoute::kSmall;
-  return problem.M > kBackwardM ? LinearRoute::kWgmma : LinearRoute::kTiled;
+  return has_backward_wgmma(problem) ? LinearRoute::kWgmma : LinearRoute::kTiled;
 }
 
 inline LinearRoute route(const LinearProblem& problem) {
@@ -138,12 +115,12 @@ inline LinearRoute route(const LinearProblem& problem) {
   }
   if (problem.forced) {
     const bool able = problem.forced == LinearRoute::kSmall   ? problem.M <= kSmallM
-                      : problem.forced == LinearRoute::kWgmma ? has_wgmma(problem)
+                      : problem.forced == LinearRoute::kWgmma ? problem.wgmma
                                                               : true;
     return able ? *problem.forced : LinearRoute::kDense;
   }
   if (problem.M <= kSmallM) return LinearRoute::kSmall;
-  return problem.M > kBesideWgmmaM && has_wgmma(problem) ? LinearRoute::kWgmma : LinearRoute::kTiled;
+  return problem.M > kBesideWgmmaM && problem.wgmma ? LinearRoute::kWgmma : LinearRoute::kTiled;
 }
 
 // How the small kernel covers (N, K): a CTA owns 16 rows of packed and a contiguous range of chunks, its 8 warps interleave
@@ -156,7 +133,7 @@ struct SmallPlan {
 };
 constexpr int64_t kSmallRows = 16;
 constexpr int64_t kSmallWarps = 8;
-constexpr int64_t kSmallResident = 2;  // CTAs a multiprocessor: 128 registers a thread, 40 KB of shared memory each
+constexpr int64_t kSmallResident = 2;  // CTAs a multiprocessor: 128 registers a thread, 40 KB of shared memory each; 3 gain nothing
 
 constexpr SmallPlan small_plan(int64_t N, int64_t K, int64_t multiprocessors) {
   SmallPlan plan{};

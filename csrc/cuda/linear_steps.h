@@ -1,4 +1,5 @@
-// What the forward kernels share: a warp's step of 64 elements of K for 16 rows of packed, from memory to tensor cores.
+// What the forward kernels share: a warp's step of 64 elements of K for 16 rows of packed, from memory to tensor cores. How a lane
+// comes by its codes and scales is linear_tiled.cu's here (StepSource); linear_small.cu has its own.
 //
 // D^T = W X^T with mma.m16n8k16: one byte of a packed row is one A register (k, k+1), so nothing is repacked. The order of k
 // inside a step of 64 elements is free as long as W and X agree: lane 4 g + t takes bytes 8 t .. 8 t + 7 of rows g and g + 8
@@ -24,14 +25,13 @@ struct StepScales {
   float row[2];
 };
 
-// Where a lane's part of 16 rows begins. Rows past N repeat the last one; their sums are not stored.
-// Pointers: whether scales have pointers of their own (4 registers), or are found from those of the codes (3 instructions a scale).
-template <bool DQ, bool Pointers>
+// Where a lane's part of 16 rows begins. Rows past N repeat the last one; their sums are not stored. Scales (float, or the uint8 codes
+// of -dq) are found from the pointers of the codes: 3 instructions a scale, where pointers of their own would take 4 registers.
+template <bool DQ>
 struct StepSource {
   const uint8_t* codes[2];
-  const uint8_t* scales[2];  // float, or the uint8 codes of -dq
-  uint32_t distance;         // from codes to scales
-  float step[2], low[2];     // -dq
+  uint32_t distance;      // from codes to scales
+  float step[2], low[2];  // -dq
 
   __device__ StepSource(const uint8_t* packed, const RowLayout& layout, uint32_t N, uint32_t first_row, int g, int t) {
     distance = uint32_t(DQ ? layout.code_bytes : layout.scales_offset) - uint32_t(8 * t);
@@ -40,7 +40,6 @@ struct StepSource {
       const uint32_t n = first_row + uint32_t(g + 8 * i);
       const uint8_t* row = packed + int64_t(n < N ? n : N - 1) * layout.row_bytes;
       codes[i] = row + 8 * t;
-      if constexpr (Pointers) scales[i] = kept(codes[i] + distance);
       if constexpr (DQ) {
         step[i] = *reinterpret_cast<const float*>(row + layout.scales_offset);
         low[i] = *reinterpret_cast<const float*>(row + layout.scales_offset + 4);
@@ -59,7 +58,7 @@ struct StepSource {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       s.codes[i] = load_once(codes[i] + ahead * int(kSmallChunk / 2));
-      const uint8_t* scale = Pointers ? scales[i] + uint64_t(block) * kBytes : codes[i] + (distance + block * kBytes);
+      const uint8_t* scale = codes[i] + (distance + block * kBytes);
       s.scale[i] = DQ ? __ldg(scale) : __ldg(reinterpret_cast<const uint32_t*>(scale));
     }
   }

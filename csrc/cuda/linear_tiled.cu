@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_tiled_kernel(const TiledAr
   const Fill fill(a);
 #pragma unroll
   for (int s = 0; s < kSlots - 1; ++s) fill(a, ring + s * kSlotUnits, begin + s * kRound, end);
-  StepSource<DQ, false> from[kTiles] = {{a.packed, a.layout, uint32_t(a.N), first_row, g, t},
+  StepSource<DQ> from[kTiles] = {{a.packed, a.layout, uint32_t(a.N), first_row, g, t},
                                         {a.packed, a.layout, uint32_t(a.N), first_row + 16, g, t}};
   Step ahead[kRound][kTiles];
 #pragma unroll

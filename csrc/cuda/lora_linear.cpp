@@ -1,29 +1,11 @@
-// Fronts of lora_linear and its backward ops on CUDA: the branch is the addend that the base product's accumulation
-// starts from, so that it makes no pass of its own over what the base wrote.
-#include "../lora_adapter.h"
+// Fronts of lora_linear and its backward ops on CUDA: the branch is what the base product's accumulation starts from, in the
+// output's own memory, so that neither makes a pass of its own over what the other wrote.
+//
+// Products with A and B are aten's (addmm_out), `scaling` their factor. Legend: M tokens, N rows of packed, K in_features, r rank.
 #include "linear_driver.h"
 
 namespace halfbyte::cuda {
 namespace {
-
-// bias + projected @ lora_B^T (M, N) in lora_B's dtype, group by group.
-Tensor branch(const Tensor& projected, const Tensor& lora_B, const std::optional<Tensor>& bias, const std::vector<int64_t>& groups) {
-  if (groups.size() == 1) return aten_linear(projected, lora_B, bias);
-  const int64_t rank = lora_B.size(1);
-  std::vector<Tensor> parts;
-  int64_t first = 0;
-  for (size_t g = 0; g < groups.size(); first += groups[g++]) {
-    Tensor low = projected, up = lora_B;
-    std::optional<Tensor> added;
-    if (bias) {
-      Tensor all = *bias;
-      added = torch::stable::narrow(all, 0, first, groups[g]);
-    }
-    parts.push_back(aten_linear(torch::stable::narrow(low, 1, int64_t(g) * rank, rank),
-                                torch::stable::narrow(up, 0, first, groups[g]), added));
-  }
-  return aten_cat(parts, 1);
-}
 
 // What the mask keeps of rows, a contiguous (M, K): rows itself without a mask, else a copy, or in place.
 Tensor kept(const char* op, const Tensor& rows, const std::optional<Tensor>& mask, bool in_place = false) {
@@ -35,6 +17,9 @@ Tensor kept(const char* op, const Tensor& rows, const std::optional<Tensor>& mas
   return output;
 }
 
+// t's elements as a contiguous matrix of `dtype`.
+Tensor as_matrix(const Tensor& t, ScalarType dtype) { return matrix_of(as_contiguous(as_dtype(t, dtype))); }
+
 std::tuple<Tensor, Tensor> lora_linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias,
                                        const Tensor& lora_A, const Tensor& lora_B, double scaling, std::vector<int64_t> splits,
                                        int64_t format, int64_t block_size, int64_t in_features, const std::optional<Tensor>& mask) {
@@ -43,13 +28,24 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& input, const Tensor& packed
   const std::vector<int64_t> groups = checked_lora(op, input, packed, lora_A, lora_B, splits, in_features);
   const std::optional<Tensor> bits = checked_mask(op, input, in_features, mask);
   const NoGradGuard no_grad;
+  const LaunchScope scope(op, packed);
   const ScalarType dtype = input.scalar_type(), wide = lora_dtype(input, lora_A);
-  const Tensor x = as_contiguous(torch::stable::reshape(input, {leading_numel(input), in_features}));
-  const Tensor projected = aten_linear(torch::stable::to(kept(op, x, bits), wide), torch::stable::to(lora_A, wide), std::nullopt);
-  const Tensor addend = branch(torch::stable::to(scaled(projected, scaling), dtype), torch::stable::to(lora_B, dtype), bias, groups);
-  const Tensor output = run_linear(op, x, packed, addend, layout);
-  return {torch::stable::reshape(output, with_last_size(input, packed.size(0))),
-          torch::stable::reshape(projected, with_last_size(input, lora_A.size(0)))};
+  const int64_t tokens = leading_numel(input), N = packed.size(0), rank = lora_B.size(1), stacked = lora_A.size(0);
+  const Tensor contiguous = as_contiguous(input), x = matrix_of(contiguous);
+  const Tensor projected = new_tensor(contiguous, with_last_size(input, stacked), wide), low = matrix_of(projected);
+  addmm_out(op, low, low, as_dtype(kept(op, x, bits), wide), transposed(as_matrix(lora_A, wide)), 0, 1);
+  const Tensor output = new_tensor(contiguous, with_last_size(input, N), dtype), sums = matrix_of(output);
+  const Tensor coefficients = as_dtype(low, dtype), up = as_matrix(lora_B, dtype);
+  int64_t first = 0;
+  for (size_t g = 0; g < groups.size(); first += groups[g++]) {
+    const Tensor part = matrix_in(sums, tokens, groups[g], N, first);
+    Tensor self = bias ? *bias : part;  // a row of one dimension: cuBLAS adds it at the end of the product
+    if (bias && groups.size() > 1) self = torch::stable::narrow(self, 0, first, groups[g]);
+    addmm_out(op, part, self, matrix_in(coefficients, tokens, rank, stacked, int64_t(g) * rank),
+              transposed(matrix_in(up, groups[g], rank, rank, first * rank)), bias ? 1 : 0, scaling);
+  }
+  linear_into(op, x, packed, sums, layout, sums);
+  return {output, projected};
 }
 
 Tensor lora_linear_backward_input(const Tensor& grad_output, const Tensor& packed, const Tensor& grad_projected,
@@ -60,12 +56,13 @@ Tensor lora_linear_backward_input(const Tensor& grad_output, const Tensor& packe
   checked_lora_backward(op, grad_output, grad_projected, lora_A, in_features);
   const std::optional<Tensor> bits = checked_mask(op, grad_output, in_features, mask);
   const NoGradGuard no_grad;
+  const LaunchScope scope(op, packed);
   const ScalarType dtype = grad_output.scalar_type();
-  const int64_t tokens = leading_numel(grad_output);
-  const Tensor low = torch::stable::to(torch::stable::reshape(grad_projected, {tokens, lora_A.size(0)}), dtype);
-  const Tensor addend = kept(op, as_contiguous(aten_matmul(low, torch::stable::to(lora_A, dtype))), bits, true);
-  const Tensor grad = torch::stable::reshape(grad_output, {tokens, packed.size(0)});
-  return torch::stable::reshape(run_backward(op, grad, packed, addend, layout), with_last_size(grad_output, in_features));
+  const Tensor grad = as_contiguous(grad_output);
+  const Tensor output = new_tensor(grad, with_last_size(grad_output, in_features), dtype), sums = matrix_of(output);
+  addmm_out(op, sums, sums, as_matrix(grad_projected, dtype), as_matrix(lora_A, dtype), 0, 1);
+  backward_into(op, matrix_of(grad), packed, kept(op, sums, bits, true), layout, sums);
+  return output;
 }
 
 std::tuple<Tensor, Tensor, Tensor> lora_linear_backward_adapter(const Tensor& grad_output, const Tensor& input,
@@ -77,9 +74,31 @@ std::tuple<Tensor, Tensor, Tensor> lora_linear_backward_adapter(const Tensor& gr
   const std::vector<int64_t> groups = checked_lora_adapter(op, grad_output, input, projected, lora_B, grad_projected, splits);
   const std::optional<Tensor> bits = checked_mask(op, input, input.size(input.dim() - 1), mask);
   const NoGradGuard no_grad;
-  const Tensor x = as_contiguous(torch::stable::reshape(input, {leading_numel(input), input.size(input.dim() - 1)}));
-  return adapter_gradients(grad_output, needs_A ? kept(op, x, bits) : x, projected, lora_B, grad_projected, scaling, groups, needs_A,
-                           needs_B);
+  const ScalarType dtype = projected.scalar_type(), given = lora_B.scalar_type();
+  const int64_t tokens = leading_numel(input), N = lora_B.size(0), rank = lora_B.size(1), stacked = int64_t(groups.size()) * rank;
+  const int64_t in_features = input.size(input.dim() - 1);
+  const Tensor grad = as_matrix(grad_output, dtype), coefficients = as_matrix(projected, dtype), up = as_matrix(lora_B, dtype);
+  const Tensor grad_low = new_tensor(grad, with_last_size(projected, stacked), dtype), low = matrix_of(grad_low);
+  const Tensor added = grad_projected ? as_matrix(*grad_projected, dtype) : low;  // low only stands for none
+  const auto gradient = [&](bool needed, int64_t rows, int64_t columns) {
+    return new_tensor(grad, needed ? std::vector<int64_t>{rows, columns} : std::vector<int64_t>{0}, needed ? dtype : given);
+  };
+  const Tensor grad_A = gradient(needs_A, stacked, in_features), grad_B = gradient(needs_B, N, rank);
+  int64_t first = 0;
+  for (size_t g = 0; g < groups.size(); first += groups[g++]) {
+    const int64_t at = int64_t(g) * rank;
+    const Tensor part = matrix_in(grad, tokens, groups[g], N, first), target = matrix_in(low, tokens, rank, stacked, at);
+    addmm_out(op, target, grad_projected ? matrix_in(added, tokens, rank, stacked, at) : target, part,
+              matrix_in(up, groups[g], rank, rank, first * rank), grad_projected ? 1 : 0, scaling);
+    if (!needs_B) continue;
+    const Tensor of_B = matrix_in(grad_B, groups[g], rank, rank, first * rank);
+    addmm_out(op, of_B, of_B, transposed(part), matrix_in(coefficients, tokens, rank, stacked, at), 0, scaling);
+  }
+  if (needs_A) {
+    const Tensor contiguous = as_contiguous(input), x = as_dtype(kept(op, matrix_of(contiguous), bits), dtype);
+    addmm_out(op, grad_A, grad_A, transposed(low), x, 0, 1);
+  }
+  return {grad_low, as_dtype(grad_A, given), as_dtype(grad_B, given)};
 }
 
 }  // namespace

@@ -37,6 +37,9 @@ __device__ inline uint32_t multiply_pair(uint32_t a, uint32_t b) {
   return d;
 }
 
+// Asks L2 for the 32 bytes at p.
+__device__ inline void prefetch_l2(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
 // The same pointer, made once: ptxas would rather make it again in every turn of a loop than give it two registers.
 template <class T>
 __device__ inline const T* kept(const T* p) {
@@ -102,6 +105,15 @@ class PairTable {
 __device__ inline uint2 load_once(const uint8_t* p) {
   uint2 v;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(v.x), "=r"(v.y) : "l"(p));
+  return v;
+}
+
+// The same of 16 bytes.
+__device__ inline uint4 load_once_16(const uint8_t* p) {
+  uint4 v;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(p));
   return v;
 }
 

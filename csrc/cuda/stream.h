@@ -29,4 +29,10 @@ class LaunchScope {
   cudaStream_t stream_ = nullptr;
 };
 
+// out = beta * self + alpha * a @ b, all matrices of one dtype (self also a row): aten::addmm.out of torch's CUDA library, called
+// past the dispatcher, whose stable ABI has no Scalar. `self` may be `out`: then nothing is copied. With beta = 0 it is not read. (On
+// tensors of a CPU, which host tests give it, the CPU's.)
+void addmm_out(const char* op, const torch::stable::Tensor& out, const torch::stable::Tensor& self, const torch::stable::Tensor& a,
+               const torch::stable::Tensor& b, double beta, double alpha);
+
 }  // namespace halfbyte::cuda

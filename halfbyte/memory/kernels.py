@@ -1,6 +1,7 @@
 """What the products with packed rows take on CUDA during a call: the rules of csrc/cuda/linear_route.h, without its kernels.
+And what a thread keeps of them between calls on CPUs, about.
 
-A plan needs neither a GPU nor the CUDA library. `tests/cuda/test_emulated_plan.py` compares these rules with the C++.
+A plan needs neither a GPU nor the CUDA library. `tests/cuda/test_emulated_plan.py` compares its rules with the C++.
 """
 
 from __future__ import annotations
@@ -9,9 +10,17 @@ import functools
 
 import torch
 
-__all__ = ["backward_bytes", "linear_bytes"]
+from halfbyte._library import cpu_isa
 
-_SMALL_M, _TILED_M, _BACKWARD_M = 16, 128, 64
+__all__ = ["backward_bytes", "kept_bytes", "linear_bytes"]
+
+WORKSPACE_PER_THREAD = 1300 << 10
+"""About what a thread of a CPU keeps: panels, sums and what it prepares for itself. Fewer with few tokens, which need no
+more than the forward's panel and sums; wide bf16 layers take up to 2 MiB more."""
+
+_BLOCK_TOKENS = 512  # kLinearTokens of csrc/cpu
+
+_SMALL_M, _TILED_M, _BACKWARD_M = 16, 128, 32
 # Where the device has wgmma: the tiled kernel's largest M, and the wgmma kernels'.
 _BESIDE_WGMMA_M, _WGMMA_M, _BACKWARD_WGMMA_M = 64, 256, 256
 _CHUNK = 64  # elements of a step of the forward kernels
@@ -34,13 +43,24 @@ def backward_bytes(tokens: int, rows: int, columns: int, format: int, dtype: tor
     """The same for grad_output (tokens, rows) times packed."""
     takes = format < 4 and columns % 16 == 0 and rows % 4 == 0 and dtype != torch.float32
     multiprocessors, capability = _device()
+    wgmma = capability == (9, 0) and rows % 8 == 0  # it takes 16 bytes of gradients at a time, 8 rows
+    if takes and wgmma and _SMALL_M < tokens <= _BACKWARD_WGMMA_M:
+        return _sums(backward_wgmma_splits(rows, columns, multiprocessors), tokens, columns)
     if takes and 1 <= tokens <= _BACKWARD_M:
         resident = 2 if tokens <= _SMALL_M else 1
         return _sums(backward_splits(rows, columns, multiprocessors, resident), tokens, columns)
-    # 16 bytes of gradients at a time are 8 rows.
-    if takes and capability == (9, 0) and rows % 8 == 0 and _BACKWARD_M < tokens <= _BACKWARD_WGMMA_M:
-        return _sums(backward_wgmma_splits(rows, columns, multiprocessors), tokens, columns)
     return rows * columns * dtype.itemsize
+
+
+def kept_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
+    """About what a thread of a CPU keeps of the products of a layer (rows, columns) with inputs of a dtype.
+
+    Where the weights of many tokens are turned, small layers leave less than others: no panel is larger than the layer, and
+    the sums beside it are those of a block of tokens. (From 5 to some 250 tokens, panels have a fixed size: 972 KiB then.)
+    """
+    if dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_isa() == "avx512"):  # multiplied as they lie
+        return min(WORKSPACE_PER_THREAD, 4 * (rows * columns + _BLOCK_TOKENS * (max(rows, columns) + 16)))
+    return WORKSPACE_PER_THREAD
 
 
 def small_splits(rows: int, columns: int, multiprocessors: int) -> int:

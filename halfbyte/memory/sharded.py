@@ -60,8 +60,11 @@ class Sharding:
         self._reducing = 0  # the last reduce-scatter's input, kept until the next
         self._hooks: list[Any] = []
         self._thawed: list[nn.Parameter] = []
-        if strategy == "ddp":  # buckets are copies of all gradients
-            tracker.add(BUFFERS, sum(_bytes(p) * tracker.count(p) for p in self.trainable))
+        if strategy == "ddp":
+            # Buckets are copies of all gradients. DDP makes them anew before the second step, in the order in which
+            # gradients came; NCCL, and so a GPU, keeps those of the first step for longer than that.
+            copies = 1 if tracker.host else 2
+            tracker.add(BUFFERS, copies * sum(_bytes(p) * tracker.count(p) for p in self.trainable))
         # On one rank FSDP1 keeps its flat parameters whole; FSDP2 copies each unit out of its shard all the same.
         if strategy == "fsdp2" or (strategy == "fsdp1" and world_size > 1):
             self._make_units()

@@ -3,25 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import optimizer as torch_optimizer
 
 from halfbyte.distributed.fsdp2 import _checkpoint_blocks
 from halfbyte.distributed.grouping import blocks
 from halfbyte.memory.answers import Answers
 from halfbyte.memory.fold import NotFoldableError
+from halfbyte.memory.kernels import WORKSPACE_PER_THREAD
 from halfbyte.memory.sharded import Sharding
 from halfbyte.memory.subject import Subject, like_transformers, packed_parameters
 from halfbyte.memory.tracker import StorageTracker
 from halfbyte.nn.packed import Packed
 from halfbyte.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 
-__all__ = ["OPTIMIZERS", "WORKSPACE_PER_THREAD", "OptimizerLike", "simulate"]
+__all__ = ["OPTIMIZERS", "OptimizerLike", "simulate"]
 
 OptimizerLike = str | Callable[[list[Any]], torch.optim.Optimizer] | None
 
@@ -35,10 +38,6 @@ OPTIMIZERS: dict[str, Callable[[list[Any]], torch.optim.Optimizer]] = {
     "sgd": partial(torch.optim.SGD, lr=1e-3),
     "sgd-momentum": partial(torch.optim.SGD, lr=1e-3, momentum=0.9),
 }
-
-WORKSPACE_PER_THREAD = 1300 << 10
-"""About what a thread keeps: panels, sums and what it prepares for itself. Fewer with few tokens, which need no more than
-the forward's panel and sums; wide bf16 layers take up to 2 MiB more."""
 
 
 def simulate(
@@ -57,7 +56,7 @@ def simulate(
         ValueError: unknown optimizer, or nothing is trainable.
         NotFoldableError: the subject is folded, and its middle blocks did not run as one block after the other.
     """
-    model, tracker, answers = subject.model, StorageTracker(), Answers()
+    model, tracker, answers = subject.model, StorageTracker(host=subject.device.type == "cpu"), Answers()
     for fold in subject.folds:
         for module in fold.middle:
             tracker.owners.update((id(tensor), fold) for tensor in [*module.parameters(), *module.buffers()])
@@ -72,7 +71,8 @@ def simulate(
                 tracker.track(tensor, kind, tracker.owner(tensor))
         tracker.kind = "batch"
         batch = subject.batch(batch_size, seq_len)
-        optimizers = _optimizers(subject, optimizer, sharding)
+        with _as_in_real_steps():
+            optimizers = _optimizers(subject, optimizer, sharding)
         hooks = [p.register_post_accumulate_grad_hook(partial(_name_gradient, tracker))
                  for p in model.parameters() if p.requires_grad]
         hooks += [hook for fold in subject.folds for hook in fold.watch(tracker)]
@@ -81,7 +81,8 @@ def simulate(
             tracker.kind = "optimizer state"
             for each in optimizers:  # a step on gradients alone makes the state that later steps meet
                 _give_gradients(tracker, each)
-                each.step()
+                with _as_in_real_steps():
+                    each.step()
                 _own_state(tracker, each)
             if not subject.zero_grad_first:
                 sharding.zero_grad()
@@ -99,8 +100,9 @@ def simulate(
             if not tracker.balanced:
                 raise NotFoldableError("plan: the model does not run its blocks one after the other")
             tracker.kind = "optimizer state"
-            for each in optimizers:
-                each.step()
+            with _as_in_real_steps():
+                for each in optimizers:
+                    each.step()
         finally:
             for hook in hooks:
                 hook.remove()
@@ -108,7 +110,7 @@ def simulate(
             for parameter in model.parameters():
                 parameter.grad = None
     if subject.device.type == "cpu" and any(isinstance(m, Packed) for m in model.modules()):
-        scratch = WORKSPACE_PER_THREAD * torch.get_num_threads()
+        scratch = (tracker.kept or WORKSPACE_PER_THREAD) * torch.get_num_threads()
         tracker.at_peak["kernel workspace"] = scratch
         tracker.peak += scratch
     return tracker
@@ -116,6 +118,23 @@ def simulate(
 
 def _device_context(device: torch.device) -> AbstractContextManager[Any]:
     return nullcontext() if device.type == "cpu" else torch.device(device)
+
+
+@contextmanager
+def _as_in_real_steps() -> Iterator[None]:
+    """Inside, optimizers take fake parameters for real ones, and no default device is set.
+
+    torch's own choose their implementation by the class and the device of parameters: on CUDA the one that takes all of them
+    at once ("foreach") with temporaries as large as they are, unless `foreach` or `fused` says otherwise; on CPUs the loop.
+    Their counts of steps are in host memory.
+    """
+    supported: list[Any] = torch_optimizer._foreach_supported_types
+    supported.append(FakeTensor)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        supported.remove(FakeTensor)
 
 
 def _resident(model: nn.Module) -> list[tuple[Tensor, str]]:

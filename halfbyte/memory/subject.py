@@ -152,8 +152,8 @@ def _optimizers(configured: Any) -> list[torch.optim.Optimizer]:
 
 def _device(model: nn.Module, device: str | torch.device | None) -> torch.device:
     if device is not None:
-        if torch.device(device).type == "cuda" and not torch.backends.cuda.is_built():
-            raise RuntimeError("plan: device='cuda' needs a torch that is built with CUDA (a GPU is not needed)")
+        if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+            raise RuntimeError("plan: device='cuda' needs a GPU that torch sees: autograd asks for it, tensors are fake")
         return torch.device(device)
     found = {p.device for p in model.parameters()} - {torch.device("meta")}
     return found.pop() if len(found) == 1 else torch.device("cuda" if torch.cuda.is_available() else "cpu")

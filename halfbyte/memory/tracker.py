@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfbyte.memory.kernels import backward_bytes, linear_bytes
+from halfbyte.memory.kernels import backward_bytes, kept_bytes, linear_bytes
 
 if TYPE_CHECKING:
     from halfbyte.memory.fold import Fold
@@ -46,6 +46,9 @@ class StorageTracker(TorchDispatchMode):
     what the middle block held before it ran, for some of them, and what it holds after, for the others. Sums over blocks are
     largest with all of one or all of the other, and both are compared with the peak.
 
+    Args:
+        host: whether tensors on the CPU count; not where the memory of another device is planned.
+
     Attributes:
         kind: what new storages are counted as.
         live: bytes by kind now.
@@ -53,10 +56,12 @@ class StorageTracker(TorchDispatchMode):
         at_peak: bytes by kind at that moment.
         sums: the sum at every moment that was compared with the peak, in order.
         owners: the fold that a parameter belongs to, by its id.
+        kept: what a thread of a CPU keeps of the products with packed rows, about.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, host: bool = True) -> None:
         super().__init__()
+        self.host = host
         self.kind = "temporaries"
         self.live: defaultdict[str, int] = defaultdict(int)
         self.total = 0
@@ -64,6 +69,7 @@ class StorageTracker(TorchDispatchMode):
         self.at_peak: dict[str, int] = {}
         self.sums: list[int] = []
         self.owners: dict[int, Fold] = {}
+        self.kept = 0
         self.ignored: set[int] = set()
         self._entries: dict[int, _Entry] = {}
         self._inside: Fold | None = None
@@ -87,22 +93,25 @@ class StorageTracker(TorchDispatchMode):
         """Called by torch for every op."""
         out = func(*args, **(kwargs or {}))
         if func.namespace == "aten" and func.__name__.startswith("_foreach") and isinstance(out, (list, tuple)):
-            for made, given in zip(out, args[0], strict=False):  # a temporary per parameter
-                self.track(made, owner=self._owner_of(given))
+            given = next(arg for arg in args if isinstance(arg, (list, tuple)))
+            for made, each in zip(out, given, strict=False):  # a temporary per parameter
+                self.track(made, owner=self._owner_of(each))
         else:
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor):
                     self.track(leaf)
-        inside = _TEMPORARIES.get(str(func))
-        if inside is not None:
-            self.moment(inside(args))
+        name = str(func)
+        if name in _TEMPORARIES:
+            self.moment(_TEMPORARIES[name](args))
+        if name in _IN_FEATURES and args[0].device.type == "cpu":
+            self.kept = max(self.kept, kept_bytes(args[1].shape[0], args[_IN_FEATURES[name]], args[0].dtype))
         return out
 
     def track(self, tensor: Tensor, kind: str | None = None, owner: Fold | None = None) -> None:
         """Counts a tensor's storage from now on; an explicit `kind` or `owner` also changes one that is counted already."""
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self.ignored:
+        if key in self.ignored or (not self.host and tensor.device.type == "cpu"):
             return
         known = self._entries.get(key)
         if known is not None:
@@ -264,13 +273,12 @@ def _copies(t: Tensor, dtype: torch.dtype, masked: bool = False) -> int:
 
 
 def _lora(args: tuple[Any, ...]) -> int:
-    """CUDA: what x A^T multiplies; after it what the product takes, and the branch that it starts from."""
+    """CUDA: what x A^T multiplies; after it what the product takes, which starts from the branch in the output's memory."""
     input, packed, lora_A, sizes = args[0], args[1], args[3], args[7:10]
     if input.device.type == "cpu":
         return 0
-    branch: int = input.numel() // sizes[2] * packed.shape[0] * input.element_size()
     wide = input.dtype if input.dtype == lora_A.dtype else torch.float32
-    return max(_copies(input, wide, _given(args, 10)), branch + _linear((input, packed, None, *sizes)))
+    return max(_copies(input, wide, _given(args, 10)), _linear((input, packed, None, *sizes)))
 
 
 def _lora_adapter(args: tuple[Any, ...]) -> int:
@@ -286,8 +294,7 @@ def _lora_backward(args: tuple[Any, ...]) -> int:
     grad, packed, sizes = args[0], args[1], args[4:7]
     if grad.device.type == "cpu":
         return 0
-    branch: int = grad.numel() // packed.shape[0] * sizes[2] * grad.element_size()
-    return branch + _backward((grad, packed, *sizes))
+    return _backward((grad, packed, *sizes))
 
 
 _TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {
@@ -297,3 +304,5 @@ _TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {
     "halfbyte.lora_linear_backward_adapter.default": _lora_adapter,
     "halfbyte.lora_linear_backward_input.default": _lora_backward,
 }
+
+_IN_FEATURES = {"halfbyte.linear.default": 5, "halfbyte.lora_linear.default": 9}  # which argument it is

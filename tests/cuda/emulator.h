@@ -125,6 +125,13 @@ inline uint2 load_once(const uint8_t* p) {
   return v;
 }
 
+inline uint4 load_once_16(const uint8_t* p) {
+  uint4 v;
+  memcpy(&v, p, 16);
+  return v;
+}
+
+inline void prefetch_l2(const void*) {}
 template <class T>
 const T* kept(const T* p) {
   return p;

@@ -94,8 +94,7 @@ def test_more_tiles_than_thread_blocks(emulated: Any) -> None:
         ({"M": 65, "wgmma": 1}, "wgmma"),
         ({"M": 256, "wgmma": 1}, "wgmma"),
         ({"M": 257, "wgmma": 1}, "M is past kWgmmaM"),
-        ({"M": 100, "wgmma": 1, "packed_width": 8}, "tiled"),
-        ({"M": 200, "wgmma": 1, "packed_width": 8}, "M is past kTiledM"),
+        ({"M": 100, "wgmma": 1, "packed_width": 8}, "packed is not 16-byte aligned"),
         ({"M": 200, "wgmma": 1, "block_size": 32}, "block size 32"),
         ({"M": 200, "wgmma": 1, "dtype": 0}, "float32 input"),
         ({"M": 2000, "wgmma": 1, "forced": 3}, "wgmma"),
@@ -111,10 +110,10 @@ def test_more_tiles_than_thread_blocks(emulated: Any) -> None:
         ({"K": 4304}, "K is not a multiple of 64"),
         ({"dtype": 0}, "float32 input"),
         ({"input_width": 8}, "input is not 16-byte aligned"),
-        ({"packed_width": 4}, "packed is not 8-byte aligned"),
+        ({"packed_width": 8}, "packed is not 16-byte aligned"),
         ({"N": 2**31}, "N is 2^31 or more"),
-        ({"M": 100, "N": 2**31 - 1, "K": 2**31 - 64, "format": 3, "dtype": 2, "packed_width": 8}, "tiled"),
-        ({"M": 64, "packed_width": 4}, "packed is not 8-byte aligned"),
+        ({"M": 100, "N": 2**31 - 1, "K": 2**31 - 64, "format": 3, "dtype": 2}, "tiled"),
+        ({"M": 64, "packed_width": 8}, "packed is not 16-byte aligned"),
     ],
 )
 def test_route(emulated: Any, change: dict[str, int], route: str) -> None:

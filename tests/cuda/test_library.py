@@ -119,7 +119,7 @@ def test_a_cuda_kernel_called_without_a_gpu_says_so() -> None:
 @pytest.mark.parametrize("splits", [[], [20, 0, 28]])
 @pytest.mark.parametrize(("dtype", "adapter"), [(torch.float32, torch.float32), (torch.bfloat16, torch.float32)])
 def test_gradients_of_an_adapter_are_products_of_aten(dtype: torch.dtype, adapter: torch.dtype, splits: list[int]) -> None:
-    """Nothing but aten is in it, so that the CUDA front runs on CPU tensors."""
+    """Without dropout nothing but aten is in it, so that the CUDA front runs on CPU tensors."""
     op, keys = torch.ops.halfbyte.lora_linear_backward_adapter.default, torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA)
     grad, x = (torch.randn(2, 5, size, dtype=dtype) for size in (48, 100))
     low, more = (torch.randn(2, 5, 3 * (len(splits) or 1)) for _ in range(2))

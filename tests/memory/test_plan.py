@@ -16,6 +16,8 @@ from torch import nn
 
 import halfbyte
 from halfbyte.memory import MemoryPlan, PlanRow, parse_bytes
+from halfbyte.memory.sharded import Sharding
+from halfbyte.memory.tracker import StorageTracker
 from halfbyte.nn import QuantLinear
 
 ROOT = Path(__file__).parents[2]
@@ -157,6 +159,14 @@ def test_shards_get_smaller_with_the_world(strategy: str) -> None:
     assert planned(Blocks(), strategy="ddp", world_size=2).peak_bytes > planned(Blocks()).peak_bytes
 
 
+@pytest.mark.parametrize(("on_a_gpu", "copies"), [(False, 1), (True, 2)])
+def test_buckets_of_ddp_are_copies_of_all_gradients(on_a_gpu: bool, copies: int) -> None:
+    """On a GPU NCCL still keeps those of the first step when the second has new ones."""
+    tracker = StorageTracker(host=not on_a_gpu)
+    Sharding(Blocks(), tracker, "ddp", 2)
+    assert tracker.total == copies * sum(p.numel() * p.element_size() for p in Blocks().parameters())
+
+
 def test_fits_gives_the_largest_batch_and_sequence() -> None:
     plan = planned(Blocks(), checkpointing=False, optimizer="sgd")
     memory = 4 * plan.peak_bytes
@@ -224,8 +234,6 @@ def mixture(**sizes: Any) -> Any:
 @pytest.mark.parametrize(("format", "implementation"), [("dense", "eager"), ("dense", "grouped_mm"), ("nf4", "eager")])
 def test_no_routing_takes_more_than_a_plan_says(format: str, checkpointing: bool, implementation: str) -> None:
     """Steps of real tensors, counted as a plan counts: with routings from all tokens on two experts to an even spread."""
-    from halfbyte.memory.tracker import StorageTracker
-
     routings = {
         "one pair": torch.tensor([[0, 1]]).repeat(64, 1),
         "another": torch.tensor([[2, 3]]).repeat(64, 1),

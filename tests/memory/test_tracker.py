@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import halfbyte
 from halfbyte.formats import Format
 from halfbyte.memory import kernels
 from halfbyte.memory.tracker import _TEMPORARIES, StorageTracker
@@ -39,21 +40,22 @@ def test_linear_on_cuda(tokens: int, dtype: torch.dtype, format: int, expected: 
 
 
 def test_backward_and_lora_on_cuda() -> None:
-    sums = 2 * 64 * K * 4  # 32 steps of 16 rows: two ranges, the sums of each in float32
-    grad, packed = tensors(64, N, torch.bfloat16)
+    sums = 2 * 16 * K * 4  # 32 steps of 16 rows: two ranges, the sums of each in float32
+    grad, packed = tensors(16, N, torch.bfloat16)
     assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == sums
     lora = (grad, packed, None, None, 0, 64, K)
-    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == sums + 64 * K * 2
-    grad, packed = tensors(256, N, torch.bfloat16)  # wgmma: 8 steps of 64 rows are one range
-    assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == 0
+    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == sums
+    for tokens in (17, 256):  # wgmma: 8 steps of 64 rows are one range
+        grad, packed = tensors(tokens, N, torch.bfloat16)
+        assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == 0
     grad, packed = tensors(257, N, torch.bfloat16)
     assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((grad, packed, 0, 64, K)) == N * K * 2
     lora = (grad, packed, None, None, 0, 64, K)
-    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == N * K * 2 + 257 * K * 2
+    assert _TEMPORARIES["halfbyte.lora_linear_backward_input.default"](lora) == N * K * 2
     input, packed = tensors(257, K, torch.bfloat16)
     low = torch.empty(4, K, dtype=torch.bfloat16, device="meta")
     lora = (input, packed, None, low, None, 1.0, [], 0, 64, K)
-    assert _TEMPORARIES["halfbyte.lora_linear.default"](lora) == N * K * 2 + 257 * N * 2
+    assert _TEMPORARIES["halfbyte.lora_linear.default"](lora) == N * K * 2
 
 
 def test_copies_of_an_adapters_operands_on_cuda() -> None:
@@ -81,6 +83,33 @@ def test_on_the_cpu_activations_are_put_in_order_512_tokens_at_a_time() -> None:
         assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((torch.empty(tokens, N), packed, 0, 64, K)) == 0
 
 
+@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (192, 64), (64, 128)])
+def test_what_small_layers_leave_with_a_thread_of_a_cpu(rows: int, columns: int) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        layer = nn.Sequential(nn.Linear(columns, rows, bias=False))
+        halfbyte.quantize_model(layer, "nf4")
+        torch.ops.halfbyte.clear_workspace()
+        layer(torch.zeros(512, columns, requires_grad=True)).sum().backward()
+        kept = torch.ops.halfbyte.workspace_bytes()
+    finally:
+        torch.set_num_threads(threads)
+    planned = kernels.kept_bytes(rows, columns, torch.float32)
+    assert kept <= 1.02 * planned < 2 * kept
+    assert planned < kernels.WORKSPACE_PER_THREAD // 2
+
+
+@pytest.mark.parametrize(("isa", "small"), [("avx2", False), ("avx512", True), ("amx", False)])
+def test_where_inputs_are_widened_or_taken_in_tiles_all_layers_leave_the_same(
+    monkeypatch: pytest.MonkeyPatch, isa: str, small: bool
+) -> None:
+    monkeypatch.setattr(kernels, "cpu_isa", lambda: isa)
+    assert (kernels.kept_bytes(128, 128, torch.bfloat16) == 4 * (128 * 128 + 512 * 144)) == small
+    for rows, dtype in ((128, torch.float16), (4096, torch.float32), (4096, torch.bfloat16)):
+        assert kernels.kept_bytes(rows, 128, dtype) == kernels.WORKSPACE_PER_THREAD
+
+
 def test_sums_of_splits_of_a_large_weight() -> None:
     """The temporary of linear at 128 tokens and 4096 x 14336, by its formula: splits * 128 * 4096 * 4."""
     packed = torch.empty(4096, Format.parse("nf4").row_bytes(14336), dtype=torch.uint8, device="meta")
@@ -93,7 +122,7 @@ def test_sums_of_splits_of_a_large_weight() -> None:
 @pytest.mark.parametrize(("device", "expected"), [("cpu", [12, 1040]), ("cuda", [512, 1536])])
 def test_storages_on_cuda_are_blocks_of_512_bytes(device: str, expected: list[int]) -> None:
     """What `torch.cuda.memory_allocated` counts of them."""
-    with FakeTensorMode(), StorageTracker() as tracker:
+    with FakeTensorMode(), StorageTracker(host=device == "cpu") as tracker:
         sizes = []
         for count in (3, 260):
             before = tracker.total
@@ -102,3 +131,10 @@ def test_storages_on_cuda_are_blocks_of_512_bytes(device: str, expected: list[in
             del kept
     assert sizes == expected
     assert tracker.peak == max(expected)
+
+
+def test_host_memory_is_not_that_of_a_gpu() -> None:
+    with FakeTensorMode(), StorageTracker(host=False) as tracker:
+        kept = torch.empty(3, device="cuda"), torch.empty(1000)
+    assert tracker.total == tracker.peak == 512
+    del kept

@@ -1,11 +1,11 @@
-// The gradients of a LoRA adapter in aten's products: GPUs, and CPUs whose bf16 units aten's products use.
+// The gradients of a LoRA adapter in aten's products, for CPUs whose bf16 units these use.
 #pragma once
 
-#include "operands.h"
+#include "../operands.h"
 
 namespace halfbyte {
 
-// t * factor in t's dtype, the product rounded once; on CPUs the factor not at all.
+// t * factor in t's dtype, the product rounded once.
 inline Tensor scaled(const Tensor& t, double factor) {
   Tensor scalar = torch::stable::new_empty(t, {}, ScalarType::Float);
   torch::stable::fill_(scalar, factor);
