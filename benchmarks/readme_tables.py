@@ -94,6 +94,53 @@ def speed(isa: str = "avx512") -> str:
     return markdown(["milliseconds", "halfbyte", f"bitsandbytes {version}", "torch"], rows)
 
 
+# Row of the README, title of the comparison, torch's case and what it is. Of microseconds, those of a graph where there is
+# one.
+GPU = [
+    ("quantize bf16 to nf4, 1.07e9 weights", "quantize bf16 -> nf4 1.07e9", None),
+    ("dequantize nf4 to bf16, 14336 x 4096", "dequantize nf4 14336x4096", None),
+    ("linear nf4, 8192 x 8192, 1 token", "linear nf4 M=1 8192x8192", ("bf16 cuBLAS", "dense bf16")),
+    ("the same, 16 tokens", "linear nf4 M=16 8192x8192", ("bf16 cuBLAS", "dense bf16")),
+    ("linear nf4, 14336 x 4096, 64 tokens", "linear nf4 M=64 14336x4096", ("bf16 cuBLAS", "dense bf16")),
+    ("the same, 128 tokens", "linear nf4 M=128 14336x4096", ("bf16 cuBLAS", "dense bf16")),
+    ("the same, 256 tokens", "linear nf4 M=256 14336x4096", ("bf16 cuBLAS", "dense bf16")),
+    ("the same, 512 tokens", "linear nf4 M=512 14336x4096", ("bf16 cuBLAS", "dense bf16")),
+    ("LoRA r=16, 4096 x 4096, forward and backward, 4096 tokens", "QLoRA linear fwd+bwd r=16 M=4096",
+     ("bf16 LoRA", "dense bf16")),
+    ("`fp8_linear`, 4096 x 4096, 4096 tokens", "fp8_linear M=4096 4096x4096", ("bf16 cuBLAS", "dense bf16")),
+    ("`int8_linear`, 4096 x 4096, 4096 tokens", "int8_linear M=4096 4096x4096", ("bf16 cuBLAS", "dense bf16")),
+    ("AdamW8bit step, 2.15e9 bf16 parameters", "AdamW8 2.15e9 bf16", ("torch fused", "fused, bf16 state")),
+    ("AdamW8bit step, 448 LoRA matrices of rank 16", "AdamW8 448 LoRA tensors", ("torch fused", "fused, bf16 state")),
+    ("the same, in a graph", "AdamW8 448 LoRA tensors, captured", ("torch fused", "fused, bf16 state")),
+]
+
+
+def significant(value: float) -> str:
+    """Three digits, or all before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def gpu() -> str:
+    """One line per op on a GPU; ours is bold where a peer is faster."""
+    result, rows = load("gpu-h100"), []
+    for label, title, torch in GPU:
+        times = {row["who"]: row["graph"] or row["event"] for row in result["rows"] if row["title"] == title}
+        others = [times.get("bitsandbytes"), times[torch[0]] if torch else None]
+        lost = any(other is not None and other < times["halfbyte"] for other in others)
+        ours, *shown = (significant(t) if t is not None else "" for t in (times["halfbyte"], *others))
+        rows.append([label, f"**{ours}**" if lost else ours, shown[0], f"{shown[1]} {torch[1]}" if torch else ""])
+    columns = ["microseconds", "halfbyte", f"bitsandbytes {result['versions']['bitsandbytes']}", f"torch {result['torch']}"]
+    return markdown(columns, rows)
+
+
+def gpu_training() -> str:
+    """LoRA steps of an 8B-shaped model on a GPU."""
+    steps = load("gpu-h100")["results"]["train_8b"]
+    names = {"halfbyte": "halfbyte nf4", "bitsandbytes": "bitsandbytes nf4", "bf16": "dense bf16"}
+    rows = [[names[who], *(significant(step[name]) for name in ("tokens_per_s", "peak_gb"))] for who, step in steps.items()]
+    return markdown(["8B-shaped model, LoRA r=16, 4 x 2048 tokens", "tokens/s", "peak GB"], rows)
+
+
 def whole_runs() -> str:
     """Training and loading, from start to end."""
     columns = ["halfbyte nf4", "bitsandbytes nf4", "dense bf16", "Quanto int4"]
@@ -132,6 +179,8 @@ def plans() -> str:
         kind = next((key.upper() for key in ("ddp", "fsdp1", "fsdp2") if f" {key} x" in case), "one process")
         largest, count = worst.get(kind, (0.0, 0))
         worst[kind] = (max(largest, abs(float(error))), count + 1)
+    on_gpu = [abs(row["error"]) for row in load("gpu-h100")["results"]["plan"] if "error" in row]
+    worst["an H100: one process, DDP and FSDP2 of one rank"] = (100 * max(on_gpu), len(on_gpu))
     rows = [[kind, str(count), f"{error:.1f} %"] for kind, (error, count) in worst.items()]
     return markdown(["predicted against measured peak", "set-ups", "largest error"], rows)
 
@@ -164,6 +213,8 @@ TABLES = {
     "speed avx512_zen5": lambda: speed("avx512_zen5"),
     "speed avx2": lambda: speed("avx2"),
     "whole runs": whole_runs,
+    "gpu": gpu,
+    "gpu training": gpu_training,
     "accuracy": accuracy,
     "calibration": calibration,
     "plans": plans,

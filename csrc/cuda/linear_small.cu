@@ -100,9 +100,6 @@ __global__ void __launch_bounds__(kThreads, int(kSmallResident)) linear_small_ke
   // not multiplied either.
   constexpr int kRound = kAhead * int(kSmallWarps);
   const int first = a.begin() + warp * kAhead, end = a.end();
-  // What the warp loads next is the next round's of this tile, or the first of the next one: nothing stops between tiles. (With 16
-  // rows of input the registers do not suffice for where the next tile is: it begins when this one is done.)
-  constexpr bool kStreams = Columns == 1;
   uint4 ring[kPairs][2];
   uint32_t scales[2] = {};
   const auto load = [&](const PairSource<DQ>& from, int p, int chunk, int ahead) {
@@ -119,9 +116,6 @@ __global__ void __launch_bounds__(kThreads, int(kSmallResident)) linear_small_ke
   __syncthreads();
   const LaneTable lane_table(table);
   for (uint32_t tile = blockIdx.x; tile < a.tiles;) {
-    const bool more = kStreams && tile + gridDim.x < a.tiles;
-    PairSource<DQ> next = from;
-    if (more) next = PairSource<DQ>(a, tile + gridDim.x, first, g, t);
     const T* input[Columns];
     Activations x[Columns] = {};  // of rows past M: zeros
     const auto load_input = [&](int ahead) {
@@ -140,14 +134,12 @@ __global__ void __launch_bounds__(kThreads, int(kSmallResident)) linear_small_ke
     for (int chunk = first; chunk < end; chunk += kRound) {
       const float row_scale[2] = {from.scale(scales[0], 0), from.scale(scales[1], 1)};  // of step chunk + t
       if (chunk + kRound + t < end) from.load_scales(scales, chunk + kRound + t, a.block_shift);
-      else if (more && first + t < end) next.load_scales(scales, first + t, a.block_shift);
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) {
         if (chunk + 2 * p >= end) continue;
         Step steps[2];
         exchange(ring[p], upper, steps[0], steps[1]);
-        if (chunk + 2 * p + kRound < end) load(from, p, chunk + 2 * p + kRound, 2 * p + kRound);
-        else if (more) load(next, p, first + 2 * p, 2 * p);
+        load(from, p, chunk + 2 * p + kRound, 2 * p + kRound);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const int j = 2 * p + h;
@@ -171,9 +163,7 @@ __global__ void __launch_bounds__(kThreads, int(kSmallResident)) linear_small_ke
     }
     const uint32_t done = tile;
     tile += gridDim.x;
-    if constexpr (kStreams) {
-      from = next;
-    } else if (tile < a.tiles) {
+    if (tile < a.tiles) {  // the next tile's codes are on their way while the warps wait for each other
       from = PairSource<DQ>(a, tile, first, g, t);
       fill(from);
     }
