@@ -1,4 +1,4 @@
-// linear_backward_input for 65..256 rows of bf16 or fp16 gradients on compute capability 9.0 (linear_route.h: kBackwardWgmmaM),
+// linear_backward_input for 17..256 rows of bf16 or fp16 gradients on compute capability 9.0 (linear_route.h: kBackwardWgmmaM),
 // by wgmma_pipeline.h: an output is a column of packed, the reduction goes over its rows.
 //
 //   D^T = W^T G^T; a stage: 64 rows x 128 columns of packed, the gradients of these 64 rows
