@@ -91,7 +91,12 @@ def test_dry_run(tmp_path: Path) -> None:
     assert (state["failed"], state["not_run"], state["left_out"]) == ([], [], [])
     titles = {"dequantize", "quantize", "linear", "backward", "QLoRA", "int8_linear", "fp8_linear", "AdamW8"}
     assert {row["title"].split()[0] for row in state["rows"]} == titles
-    assert state["results"]["train_8b"]["tokens_per_s"] > 0
+    assert {who: step["tokens_per_s"] > 0 for who, step in state["results"]["train_8b"].items()} == {
+        "halfbyte": True,
+        "bf16": True,
+    }
+    assert state["results"]["hosts"]["lightning_trainer_and_its_strategies"]["single"]["losses"]
+    assert state["tables"]
     assert len(state["results"]["plan"]) >= 12
     assert max(abs(case["error"]) for case in state["results"]["plan"]) <= 0.1
     assert {case["verdict"] for case in state["results"]["plan"]} == {"PASS"}
