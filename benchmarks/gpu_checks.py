@@ -24,8 +24,10 @@ Check = Callable[[torch.device], None]
 CHECKS: dict[str, Check] = {}
 CUDA_ONLY: set[str] = set()
 # Ops whose result is a sum in an order of its own: compared by a bound instead of bytes.
-SUMS = {"linear", "linear_backward_input", "fp8_linear"}
-SUMS |= {"lora_linear", "lora_linear_backward_input", "lora_linear_backward_adapter"}
+SUMS = {
+    *("linear", "linear_backward_input", "fp8_linear"),
+    *("lora_linear", "lora_linear_backward_input", "lora_linear_backward_adapter"),
+}
 
 
 def check(function: Check) -> Check:

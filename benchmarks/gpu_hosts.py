@@ -17,11 +17,10 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from gpu_bench import BF16, Bench
-from gpu_plan import torch_version
 from torch import Tensor, nn
 
 import halfbyte
-from halfbyte.distributed.fsdp2 import MINIMUM_TORCH
+from halfbyte.distributed.fsdp2 import MINIMUM_TORCH, takes_packed_rows
 from halfbyte.optim import AdamW8bit
 
 Scenario = Callable[[Bench, Path], dict[str, Any]]
@@ -152,10 +151,10 @@ def lightning_trainer_and_its_strategies(b: Bench, folder: Path) -> dict[str, An
     found: dict[str, Any] = {"dense_bytes": dense, "single": single}
     if b.cuda:  # a rank of its own here; on the CPU tests/lightning_plugin has two
         strategies = {"ddp": "ddp", "fsdp1": HalfbyteFSDPStrategy()}
-        if torch_version() >= MINIMUM_TORCH:
+        if takes_packed_rows():
             strategies["fsdp2"] = HalfbyteFSDP2Strategy()
         else:
-            found["fsdp2"] = f"not run: needs torch {MINIMUM_TORCH}"
+            found["fsdp2"] = "not run: needs torch {}.{}".format(*MINIMUM_TORCH)
         for name, strategy in strategies.items():
             found[name] = train(b, folder, strategy=strategy)
             pairs = [*zip(found[name]["losses"], single["losses"], strict=True)][:4]

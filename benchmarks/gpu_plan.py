@@ -22,14 +22,10 @@ from measured_memory import measured_peak
 from torch import Tensor, nn
 
 import halfbyte
-from halfbyte.distributed.fsdp2 import MINIMUM_TORCH
+from halfbyte.distributed.fsdp2 import MINIMUM_TORCH, takes_packed_rows
 from halfbyte.memory.simulate import OPTIMIZERS
 
 LIMIT = 0.10
-
-
-def torch_version() -> tuple[int, ...]:
-    return tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
 @dataclass(frozen=True)
@@ -263,7 +259,7 @@ def check_plans(device: torch.device, tiny: bool) -> list[dict[str, Any]]:
         row: dict[str, Any] = {"case": str(case)}
         if case.mixture and importlib.util.find_spec("transformers") is None:
             row["verdict"] = "not run: transformers is not installed"
-        elif case.strategy == "fsdp2" and case.format and torch_version() < MINIMUM_TORCH:
+        elif case.strategy == "fsdp2" and case.format and not takes_packed_rows():
             row["verdict"] = "not run: FSDP2 shards packed rows from torch {}.{} on".format(*MINIMUM_TORCH)
         else:
             try:

@@ -1,8 +1,8 @@
 // linear for M = 1..16 rows of bf16 or fp16 input: packed weights go straight into tensor core fragments (linear_steps.h).
 //
 // A byte becomes two 16-bit values by a table of 256 words, replicated per bank (32 KB): no conflict, and 1 instruction a weight
-// with the address (LaneTable). 4 steps a warp are loaded ahead, across its tiles: 2 KB a warp, 32 KB a multiprocessor, where
-// 4.3 TB/s at 0.7 us need 23; activations one step.
+// with the address (LaneTable). 4 steps a warp are loaded ahead, the next tile's before this one's sums meet: 2 KB a warp, 32 KB
+// a multiprocessor, where 4.3 TB/s at 0.7 us need 23; activations one step.
 //
 // The look-ups are half of what L1's data path can do (a wavefront a cycle; measured on an H100: 64 % busy, memory 45 %, when each
 // step loaded 8 bytes of codes and a scale a lane). A load of 8 rows takes 8 wavefronts, however little of each it wants, so a lane
@@ -72,14 +72,14 @@ class PairSource {
 };
 
 // The codes of two steps from what the lanes of a row loaded of them.
-__device__ inline void exchange(const uint4 (&loaded)[2], bool upper, Step& first, Step& second) {
+__device__ inline void exchange(const uint4 (&loaded)[2], bool upper, uint2 (&first)[2], uint2 (&second)[2]) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const uint4& v = loaded[i];
     const uint2 mine = upper ? make_uint2(v.z, v.w) : make_uint2(v.x, v.y);
     const uint2 theirs = make_uint2(__shfl_xor_sync(0xFFFFFFFFu, upper ? v.x : v.z, 2), __shfl_xor_sync(0xFFFFFFFFu, upper ? v.y : v.w, 2));
-    first.codes[i] = upper ? theirs : mine;
-    second.codes[i] = upper ? mine : theirs;
+    first[i] = upper ? theirs : mine;
+    second[i] = upper ? mine : theirs;
   }
 }
 
@@ -137,7 +137,7 @@ __global__ void __launch_bounds__(kThreads, int(kSmallResident)) linear_small_ke
 #pragma unroll
       for (int p = 0; p < kPairs; ++p) {
         if (chunk + 2 * p >= end) continue;
-        Step steps[2];
+        uint2 steps[2][2];  // of each step, the codes of rows g and g + 8
         exchange(ring[p], upper, steps[0], steps[1]);
         load(from, p, chunk + 2 * p + kRound, 2 * p + kRound);
 #pragma unroll

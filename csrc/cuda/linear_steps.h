@@ -70,14 +70,14 @@ struct StepSource {
   }
 };
 
-// The weights of a step as four A operands: of bytes 2 i and 2 i + 1 of the lane's 8.
+// The weights of a step as four A operands: of bytes 2 i and 2 i + 1 of the lane's 8 of rows g and g + 8.
 struct StepWeights {
   uint32_t mma[4][4];
 
-  __device__ StepWeights(const LaneTable& table, const Step& s) {
+  __device__ StepWeights(const LaneTable& table, const uint2 (&codes)[2]) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const uint32_t upper = i < 2 ? s.codes[0].x : s.codes[0].y, lower = i < 2 ? s.codes[1].x : s.codes[1].y;
+      const uint32_t upper = i < 2 ? codes[0].x : codes[0].y, lower = i < 2 ? codes[1].x : codes[1].y;
       const int byte = i % 2 * 2;
       mma[i][0] = table.decode(upper, byte);
       mma[i][1] = table.decode(lower, byte);

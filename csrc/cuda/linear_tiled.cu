@@ -105,7 +105,7 @@ __global__ void __launch_bounds__(kThreads, 1) linear_tiled_kernel(const TiledAr
 #pragma unroll
     for (int j = 0; j < kRound; ++j) {
       if (first + j >= end) continue;
-      const StepWeights w[kTiles] = {{lane_table, ahead[j][0]}, {lane_table, ahead[j][1]}};
+      const StepWeights w[kTiles] = {{lane_table, ahead[j][0].codes}, {lane_table, ahead[j][1].codes}};
       const StepScales scales[kTiles] = {from[0].scales_of(ahead[j][0]), from[1].scales_of(ahead[j][1])};
 #pragma unroll
       for (int r = 0; r < kTiles; ++r) {

@@ -11,8 +11,9 @@
 //   L2              449   737   1311    12.5, 20.5, 36.5 KB at 28.5 bytes: 112 multiprocessors and an assumed 5.6 TB/s
 //   issue slots     347   392    469    instructions of two warps (benchmarks/sass_counts.py)
 // So shared memory and L2 come before the tensor cores, by about a quarter at 256 rows; a cluster of CTAs that share their input (a
-// multicast) would lift the second. Measured on an H100: 1200, 1530 and 2110 cycles, the start and the sums' way out in them; no unit is
-// busy for half of that, and each warp waits for its own results: 2 of them a scheduler are too few (csrc/README.md).
+// multicast) would lift the second. On an H100 a step takes 1220, 1450 and 2010 cycles (benchmarks/README.md, "gpu": linear by route,
+// 14336 x 4096, at 1.755 GHz), the start and the sums' way out in them: each warp waits for its own results, and 2 of them a scheduler
+// are too few (csrc/README.md).
 #include "wgmma_pipeline.h"
 
 namespace halfbyte::cuda {

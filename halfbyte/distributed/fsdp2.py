@@ -95,10 +95,14 @@ def fully_shard(
     return model
 
 
+def takes_packed_rows() -> bool:
+    """Whether this torch's FSDP2 shards packed (uint8) parameters."""
+    return tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2]) >= MINIMUM_TORCH
+
+
 def _check_torch(model: nn.Module) -> None:
-    version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     packed = any(p.dtype == torch.uint8 for p in model.parameters())
-    if packed and version < MINIMUM_TORCH:
+    if packed and not takes_packed_rows():
         raise RuntimeError(
             f"halfbyte.distributed.fully_shard: FSDP2 shards packed (uint8) parameters from torch 2.12 on, this is "
             f"{torch.__version__}; install torch>=2.12, or use FSDP1: lightning_plugin.HalfbyteFSDPStrategy"
