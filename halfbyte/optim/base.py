@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from halfbyte.optim import backward, foreign
+from halfbyte.optim import backward, checkpoint, foreign
 from halfbyte.optim.dynamic_map import row_blocks, zero_code
 from halfbyte.optim.offload import step_streamed, to_host
 from halfbyte.optim.owners import SecondOwners
@@ -47,7 +47,7 @@ class Optimizer8bit(Optimizer):
     def __init__(
         self, params: ParamsT, defaults: dict[str, Any], *, offload: bool = False, fused_backward: bool = False
     ) -> None:
-        self._offload = offload
+        self.offload = offload
         self.fused_backward = fused_backward
         self._owners = SecondOwners()
         super().__init__(params, defaults)
@@ -164,7 +164,7 @@ class Optimizer8bit(Optimizer):
             return {**loaded, "state": {}}
 
         def put_state(_: Optimizer) -> None:
-            self._put_state(captured["state"], captured["param_groups"])
+            checkpoint.put_state(self, captured["state"], captured["param_groups"])
 
         before = self.register_load_state_dict_pre_hook(take_state)  # runs last: sees what the others made of it
         after = self.register_load_state_dict_post_hook(put_state, prepend=True)
@@ -175,7 +175,7 @@ class Optimizer8bit(Optimizer):
             after.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_offload": self._offload, "fused_backward": self.fused_backward}
+        return {**super().__getstate__(), "offload": self.offload, "fused_backward": self.fused_backward}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -327,7 +327,7 @@ class Optimizer8bit(Optimizer):
             codes: uint8 of the local parameter's shape.
             scales: float32 (N, ceil(K / 256)) of the local rows.
         """
-        if self._offload:
+        if self.offload:
             codes, scales = to_host(codes, param.device), to_host(scales, param.device)
         rows = param.shape[0] if param.dim() > 1 else 1
         self._owners.drop()
@@ -372,7 +372,7 @@ class Optimizer8bit(Optimizer):
             step.add_(1)
 
     def _run_quantized(self, group: Group, work: Work) -> None:
-        streamed = self._offload and work.params[0].device.type != "cpu"
+        streamed = self.offload and work.params[0].device.type != "cpu"
         if not (streamed or torch.compiler.is_compiling()):
             # The op looks at every stride before it writes anything; asking here as well costs as much again.
             try:
@@ -418,48 +418,3 @@ class Optimizer8bit(Optimizer):
         names = group.get("param_names")
         position = next(i for i, g in enumerate(self.param_groups) if g is group)
         return f"parameter {names[index]!r}" if names else f"parameter {index} of group {position}"
-
-    def _put_state(self, saved: dict[Any, State], saved_groups: list[Group]) -> None:
-        ids = chain.from_iterable(g["params"] for g in saved_groups)
-        params = list(chain.from_iterable(g["params"] for g in self.param_groups))
-        by_id = dict(zip(ids, params, strict=True))
-        shared: dict[int, Tensor] = {}
-        for key, value in saved.items():
-            if key not in by_id:
-                self.state[key] = value
-                continue
-            param = by_id[key]
-            self._check_state(param, value, key)
-            self.state[param] = {k: self._placed(param, k, v, shared) for k, v in value.items()}
-
-    def _placed(self, param: Tensor, key: str, value: Any, shared: dict[int, Tensor]) -> Any:
-        if not isinstance(value, Tensor):
-            return value
-        if key == "step":  # increased in place: never the caller's tensor; counts that were shared stay shared
-            if id(value) not in shared:
-                shared[id(value)] = value.detach().clone().to(device=param.device, dtype=torch.float32)
-            return shared[id(value)]
-        if self._offload and key in {k for moment in self.moments for k in (moment.codes, moment.scales)}:
-            return like_param(param, to_host(local(value), param.device), tuple(value.shape))
-        value = value.to(device=param.device)
-        return value if local(value).is_contiguous() else value.contiguous()
-
-    def _check_state(self, param: Tensor, state: State, key: Any) -> None:
-        where = f"{type(self).__name__}.load_state_dict: state of parameter {key!r}"
-        quantized = self.moments[0].codes in state
-        if not quantized and self.moments[0].name in state and is_eligible(param):
-            raise ValueError(
-                f"{where} is float32 ({self.moments[0].name}); load state of torch.optim or bitsandbytes with "
-                "load_torch_state_dict or load_bitsandbytes_state_dict"
-            )
-        for moment in self.moments if quantized else ():
-            _, _, blocks = row_blocks(local(param).shape)
-            rows = param.shape[0] if param.dim() > 1 else 1
-            for name, dtype, shape in (
-                (moment.codes, torch.uint8, tuple(param.shape)),
-                (moment.scales, torch.float32, (rows, blocks)),
-            ):
-                value = state.get(name)
-                if not isinstance(value, Tensor) or value.dtype != dtype or tuple(value.shape) != shape:
-                    got = f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
-                    raise ValueError(f"{where}: {name} must be {dtype} of shape {shape}, got {got}")
