@@ -29,7 +29,7 @@ def build(isa: str, folder: Path) -> Path:
     program = folder / f"instructions-{isa}"
     source = str(ROOT / "benchmarks" / "instructions.cpp")
     table = f"-DHALFBYTE_TABLE=halfbyte_kernels_{isa}"
-    subprocess.run(["g++", "-std=c++20", "-O2", table, source, str(kernels), "-o", str(program)], check=True)
+    subprocess.run(["g++", "-std=c++20", "-O2", "-no-pie", table, source, str(kernels), "-o", str(program)], check=True)
     return program
 
 
@@ -42,15 +42,15 @@ def run(command: list[str]) -> str:
 
 def stepped(program: Path, case: str, rows: int) -> tuple[int, int]:
     """(elements, instructions) by single-stepping."""
-    elements, steps = map(int, run([str(program), case, str(rows), "count"]).split())
-    return elements, steps
+    elements, *steps = map(int, run([str(program), case, str(rows), "count"]).split())
+    return elements, sum(steps)  # none where the instruction set has no such kernel
 
 
 def collected(program: Path, case: str, rows: int) -> tuple[int, int]:
     """(elements, instructions) by callgrind."""
     tool = ["valgrind", "--tool=callgrind", "--toggle-collect=measured", "--callgrind-out-file=/dev/null"]
     said = run([*tool, str(program), case, str(rows)])
-    elements = re.search(r"^(\d+) 0$", said, re.MULTILINE)
+    elements = re.search(r"^(\d+)$", said, re.MULTILINE)
     instructions = re.search(r"Collected : (\d+)", said)
     assert elements is not None
     assert instructions is not None

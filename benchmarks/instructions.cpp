@@ -1,12 +1,18 @@
-// Runs one CPU kernel on `rows` rows between two marks, for instruction_counts.py: no torch, one instruction set a program.
+// Runs one CPU kernel on `rows` rows between two marks, for instruction_counts.py and predicted_cycles.py: no torch, one instruction
+// set a program.
 //
-//   instructions CASE ROWS          runs it (callgrind collects inside `measured`)
-//   instructions CASE ROWS count    single-steps a child through `measured` and prints how many instructions that took:
+//   instructions                    the cases, a line each
+//   instructions CASE ROWS          runs it and prints its elements (callgrind collects inside `measured`)
+//   instructions CASE ROWS count    single-steps a child through it, and prints how many instructions that took as well:
 //                                   for instruction sets that valgrind does not know
+//   instructions CASE ROWS trace    likewise, and prints the address of each instruction, in hexadecimal, a line each
+//   instructions CASE ROWS time     runs it many times, and prints the clock cycles of the fastest run as well
 #include <sys/ptrace.h>
+#include <sys/user.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <chrono>
 #include <csignal>
 #include <cstdio>
 #include <cstdlib>
@@ -98,6 +104,35 @@ Work linear(int64_t tokens, Compute compute, int64_t rows) {
   return {[=, &k] { k.tiled(packed, 0, rows, l, compute, units, tokens, nullptr, out, panel); }, rows * K};
 }
 
+// Rows of whole micro-kernels of turned weights, for instruction_counts.py's numbers of rows.
+int64_t in_runs(int64_t rows) { return rows * 64 / 24; }
+
+// What many tokens take: weights turned. fp32 in and out.
+Work linear_turned(int64_t tokens, Compute compute, int64_t rows) {
+  const LinearKernels& k = table().linear;
+  if (!k.in(compute).turned_rows) return {[] {}, 0};
+  const RowLayout l = row_layout(kNF4, 64, K);
+  const uint8_t* packed = packed_rows(l, rows);
+  void* units = scratch(tokens * K * 4);
+  k.prepare_matrix(filled<float>(tokens * K), DType::kFloat32, tokens, K, compute, 0, tokens, units);
+  const LinearOutput out{scratch(tokens * rows * 4), nullptr, rows, DType::kFloat32};
+  void* panel = scratch(k.turned_scratch(compute, tokens, rows, K));
+  return {[=, &k] { k.turned(packed, 0, rows, l, compute, units, tokens, nullptr, out, panel); }, rows * K};
+}
+
+Work linear_backward(int64_t tokens, Compute compute, int64_t rows) {
+  const LinearKernels& k = table().linear;
+  if (!k.in(compute).any_tokens) return {[] {}, 0};
+  const RowLayout l = row_layout(kNF4, 64, K);
+  const uint8_t* packed = packed_rows(l, rows);
+  void* units = scratch((tokens + 16) * (rows + 64) * 4);
+  k.prepare_matrix(filled<float>(tokens * rows), DType::kFloat32, tokens, rows, compute, 0, tokens, units);
+  const LinearOutput out{scratch(tokens * K * 4), nullptr, K, DType::kFloat32};
+  const int64_t groups = K / k.group;
+  void* panel = scratch(k.backward_scratch(compute, tokens, rows, groups, 0));
+  return {[=, &k] { k.backward(packed, rows, 0, groups, l, compute, units, tokens, nullptr, out, panel); }, rows * K};
+}
+
 Work int8_linear(int64_t tokens, int64_t rows) {
   const Int8LinearKernels& k = table().int8_linear;
   const RowLayout l = row_layout(kInt8, 0, K);
@@ -153,6 +188,10 @@ const std::map<std::string, std::function<Work(int64_t)>> kCases = {
     {"linear nf4 M=1 in bf16", [](int64_t rows) { return linear(1, Compute::kBFloat16, rows); }},
     {"linear nf4 M=64 in fp32", [](int64_t rows) { return linear(64, Compute::kFloat32, rows); }},
     {"linear nf4 M=64 in bf16", [](int64_t rows) { return linear(64, Compute::kBFloat16, rows); }},
+    {"linear nf4 M=64 turned in fp32", [](int64_t rows) { return linear_turned(64, Compute::kFloat32, in_runs(rows)); }},
+    {"linear nf4 M=64 turned in bf16", [](int64_t rows) { return linear_turned(64, Compute::kBFloat16, in_runs(rows)); }},
+    {"linear_backward nf4 M=64 in fp32", [](int64_t rows) { return linear_backward(64, Compute::kFloat32, in_runs(rows)); }},
+    {"linear_backward nf4 M=64 in bf16", [](int64_t rows) { return linear_backward(64, Compute::kBFloat16, in_runs(rows)); }},
     {"int8_linear M=1", [](int64_t rows) { return int8_linear(1, rows); }},
     {"int8_linear M=64", [](int64_t rows) { return int8_linear(64, rows); }},
     {"adamw8bit fp32, wide rows", [](int64_t rows) { return optimizer(OptimizerRule::kAdamW, K, rows); }},
@@ -163,8 +202,8 @@ const std::map<std::string, std::function<Work(int64_t)>> kCases = {
     {"sgd8bit fp32, wide rows", [](int64_t rows) { return optimizer(OptimizerRule::kSGD, K, rows); }},
 };
 
-// Steps a child from its first SIGTRAP to its second.
-int64_t count_instructions(const std::function<void()>& body) {
+// Steps a child through body; stepped(child) comes after each instruction. Returns how many, -1: it cannot.
+int64_t single_step(const std::function<void()>& body, const std::function<void(pid_t)>& stepped) {
   const pid_t child = fork();
   if (child == 0) {
     ptrace(PTRACE_TRACEME, 0, nullptr, nullptr);
@@ -176,7 +215,7 @@ int64_t count_instructions(const std::function<void()>& body) {
   int status = 0;
   waitpid(child, &status, 0);
   int64_t steps = 0;
-  for (;; ++steps) {
+  for (;; ++steps, stepped(child)) {
     if (ptrace(PTRACE_SINGLESTEP, child, nullptr, nullptr) != 0) return -1;
     waitpid(child, &status, 0);
     if (!WIFSTOPPED(status) || WSTOPSIG(status) == SIGUSR1) break;
@@ -185,6 +224,35 @@ int64_t count_instructions(const std::function<void()>& body) {
   kill(child, SIGKILL);
   waitpid(child, &status, 0);
   return steps;
+}
+
+void print_address(pid_t child) {
+  user_regs_struct registers;
+  if (ptrace(PTRACE_GETREGS, child, nullptr, &registers) == 0) std::printf("%llx\n", registers.rip);
+}
+
+double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+// A chain of additions, each of which waits a cycle for the one before.
+double seconds_of_a_cycle() {
+  constexpr int64_t kTurns = 100000;
+  const double start = seconds();
+  for (int64_t i = 0, x = 0; i < kTurns; ++i)
+    asm volatile("add $1, %0; add $1, %0; add $1, %0; add $1, %0; add $1, %0; add $1, %0; add $1, %0; add $1, %0" : "+r"(x));
+  return (seconds() - start) / double(8 * kTurns);
+}
+
+// Clock cycles of the fastest of many runs, at the clock's fastest beside them.
+double cycles(const std::function<void()>& body) {
+  double least = 1e300, of_a_cycle = 1e300;
+  for (int i = 0; i < 200; ++i) {
+    const double start = seconds();
+    body();
+    const double taken = seconds() - start, cycle = seconds_of_a_cycle();
+    if (taken < least) least = taken;
+    if (cycle < of_a_cycle) of_a_cycle = cycle;
+  }
+  return least / of_a_cycle;
 }
 
 }  // namespace
@@ -197,8 +265,14 @@ int main(int argc, char** argv) {
     return 0;
   }
   const Work work = kCases.at(argv[1])(std::atol(argv[2]));
-  const int64_t steps = argc > 3 && work.elements ? count_instructions(work.body) : 0;
-  if (argc <= 3) measured(&work.body);
-  std::printf("%ld %ld\n", long(work.elements), long(steps));
+  const std::string mode = argc > 3 ? argv[3] : "";
+  std::printf("%ld", long(work.elements));
+  if (!work.elements) return std::puts(""), 0;
+  int64_t steps = 0;
+  if (mode == "count") std::printf(" %ld", long(steps = single_step(work.body, [](pid_t) {})));
+  else if (mode == "time") std::printf(" %.0f", cycles(work.body));
+  else if (mode.empty()) measured(&work.body);
+  std::puts("");
+  if (mode == "trace") steps = single_step(work.body, print_address);
   return steps < 0;
 }

@@ -21,7 +21,7 @@ are medians of quiet samples, or the lower quintile where fewer than 5 were quie
 halfbyte's in the same rounds: **below 1 we lose**.
 
 `gpu_check.py` (`make gpu`) does the same on a GPU: "gpu". What the compiler made of the CUDA kernels is under "sass"
-(`sass_counts.py`).
+(`sass_counts.py`); what llvm-mca makes of the CPU kernels, for CPUs that were not at hand, under "predicted_cycles".
 
 This file is made from `results/*.json` by `python benchmarks/table.py`.
 """

@@ -150,7 +150,9 @@ def test_a_part_of_a_table_does_not_take_the_place_of_a_whole_one(
     assert json.loads(whole.read_text())["rows"] == [["llama", 3.0]]
 
 
-@pytest.mark.parametrize("name", ["instruction_counts", "sass_counts", "gpu_check", "bench_faults", "bench_sharding"])
+@pytest.mark.parametrize(
+    "name", ["instruction_counts", "predicted_cycles", "sass_counts", "gpu_check", "bench_faults", "bench_sharding"]
+)
 def test_only_names_something(name: str) -> None:
     """A name that nothing has, in scripts that know all names, is an error that says so; nothing else happens."""
     arguments = ["--only", "nothing-of-that-name", *(["--dry-run"] if name == "gpu_check" else [])]
