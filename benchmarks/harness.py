@@ -49,11 +49,14 @@ from halfbyte.checkpoint.folder import replace_file
 ROOT = Path(__file__).resolve().parent.parent
 PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
 TURN_CALLS, TURN_SECONDS = 5, 0.05  # a turn's timed calls: at most so many, none after so long
-# Hold torch's own kernels, oneDNN and MKL to what a machine without AVX-512 has; bitsandbytes has no such switch.
+# Hold torch's own kernels, oneDNN and MKL to what a machine of a forced instruction set has; bitsandbytes has no switch.
 HELD_TO_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
 HELD = {"scalar": HELD_TO_AVX2, "avx2": HELD_TO_AVX2, "avx2_vnni": HELD_TO_AVX2 | {"ONEDNN_MAX_CPU_ISA": "AVX2_VNNI"}}
+ONEDNN = {"avx512_base": "AVX512_CORE", "avx512_vnni": "AVX512_CORE_VNNI", "avx512": "AVX512_CORE_BF16"}
+HELD |= {isa: {"ONEDNN_MAX_CPU_ISA": name} for isa, name in ONEDNN.items()}
 # What floors.cpp may use there; -march=native elsewhere.
 FLOOR_FLAGS = {"avx2": ["-march=x86-64-v3"], "avx2_vnni": ["-march=x86-64-v3", "-mavxvnni"]}
+FLOOR_FLAGS |= {"avx512_base": ["-march=x86-64-v4"], "avx512_vnni": ["-march=x86-64-v4", "-mavx512vnni"]}
 # Some 10 ms of work or more: a virtual CPU that slept shares another one's core for the first few.
 LEAST_PRODUCTS = 2**32
 
