@@ -54,13 +54,11 @@ inline void int8_direct_rows(const uint8_t* packed, int64_t row, const RowLayout
 #pragma GCC unroll 4
     for (int m = 0; m < M; ++m) sum[r][m] = Int8Dot::multiply_add(w, x + m * padded + k, sum[r][m]);
   };
+  NextRows<R, (R * Int8Dot::kStep + 63) / 64> next(base, l.row_bytes, R * Int8Dot::kStep, M * K * int64_t(sizeof *x));
   for (int64_t k = 0; k < whole; k += Int8Dot::kStep) {
+    next.fetch(base + k);
 #pragma GCC unroll 4
-    for (int r = 0; r < R; ++r) {
-      const uint8_t* codes = base + r * l.row_bytes + k;
-      prefetch(codes + R * l.row_bytes);  // the same place of the next rows
-      step(r, codes, k);
-    }
+    for (int r = 0; r < R; ++r) step(r, base + r * l.row_bytes + k, k);
   }
   if (whole < K) {
 #pragma GCC unroll 4

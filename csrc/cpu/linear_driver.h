@@ -138,17 +138,28 @@ inline const T* address(const std::optional<T>& value) {
   return value ? &*value : nullptr;
 }
 
+// Memory that all threads of a call share, if it fits the calling thread's own scratch there: an allocation less (1.5 us). For kernels
+// that take no scratch themselves.
+class CallScratch {
+ public:
+  CallScratch(const Tensor& like, int64_t bytes) {
+    if (bytes <= kWorkspaceLimit) kept_.emplace(bytes);
+    else fresh_ = new_tensor(like, {bytes}, ScalarType::Byte);
+  }
+  void* data() const { return kept_ ? kept_->data() : fresh_->mutable_data_ptr(); }
+
+ private:
+  std::optional<WorkspaceLease> kept_;
+  std::optional<Tensor> fresh_;
+};
+
 // Few tokens, each row decoded in registers.
 inline void forward_direct(const Forward& f) {
   constexpr int64_t kPassRows = 16;  // rows that all tokens take before the next ones: their codes come from memory once
   const LinearKernels& table = kernels().linear;
   const int64_t K = f.layout.in_features, token_bytes = round_up(K, table.group) * 4 / elements_per_unit(f.compute);
-  // Mostly they fit the calling thread's scratch, which no direct kernel takes: an allocation less (1.5 us).
-  std::optional<WorkspaceLease> kept;
-  std::optional<Tensor> fresh;
-  if (f.tokens * token_bytes <= kWorkspaceLimit) kept.emplace(f.tokens * token_bytes);
-  else fresh = new_tensor(f.x, {f.tokens * token_bytes}, ScalarType::Byte);
-  char* const units = static_cast<char*>(kept ? kept->data() : fresh->mutable_data_ptr());
+  const CallScratch scratch(f.x, f.tokens * token_bytes);
+  char* const units = static_cast<char*>(scratch.data());
   const LowRankUnits low(f, f.tokens, table.lanes);
   for (int64_t m = 0; m < f.tokens; m += kPassTokens)
     table.prepare_direct(at_row(f.x, m, K), f.dtype, std::min(f.tokens - m, kPassTokens), f.layout, f.compute, units + m * token_bytes);
@@ -349,41 +360,6 @@ inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, 
   if (tokens <= table.in(f.compute).direct_tokens) forward_direct(f);
   else if (turned_is_faster(f)) forward_turned(f);
   else forward_tiled(f);
-}
-
-// output (tokens, K) = grad (tokens, N) @ packed, plus low_input (tokens, rank) @ low_weight (rank, K) where they are given.
-// All contiguous; tokens and N are not 0.
-inline void run_backward(const Tensor& grad, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout,
-                         DType dtype, const Tensor* low_weight, const Tensor* low_input, void* output) {
-  const LinearKernels& table = kernels().linear;
-  const Compute compute = compute_for(dtype, table);
-  const int64_t K = layout.in_features;
-  const int64_t groups = (K + table.group - 1) / table.group, block = column_block(tokens, groups);
-  const TokenMatrix source(grad, dtype, rows, compute);
-  LowRank addend{};
-  std::optional<Tensor> weight_units;
-  std::optional<TokenMatrix> low;
-  if (low_weight) {
-    constexpr const char* op = "lora_linear_backward_input";
-    addend.rank = low_weight->size(0);
-    const int64_t row = round_up(K, table.group);
-    addend.stride = row / elements_per_unit(compute);
-    weight_units = unit_buffer(grad, addend.rank * row, compute);
-    if (row != K) torch::stable::zero_(*weight_units);
-    table.prepare_low_rank(low_weight->const_data_ptr(), checked_dtype(op, "lora_A", low_weight->scalar_type()), addend.rank, K, 1.0f,
-                           compute, 0, addend.stride, weight_units->mutable_data_ptr());
-    low.emplace(*low_input, checked_dtype(op, "grad_projected", low_input->scalar_type()), addend.rank, compute);
-    addend.weight = weight_units->const_data_ptr();
-  }
-  const LinearOutput target{output, nullptr, K, dtype};
-  const auto multiply = [&](int64_t token, int64_t group, int64_t group_end, const void* units, const void* low_units, void* scratch) {
-    LowRank mine = addend;
-    mine.input = low_units;
-    table.backward(packed, rows, group, group_end, layout, compute, units, std::min(tokens - token, block), low ? &mine : nullptr,
-                   target.from(token, 0), scratch);
-  };
-  run_columns(source, address(low), tokens, block, groups, row_grain(rows * table.group * std::min(tokens, block)),
-              table.backward_scratch(compute, std::min(tokens, block), rows, groups, addend.rank), multiply);
 }
 
 }  // namespace halfbyte::cpu

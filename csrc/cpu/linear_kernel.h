@@ -148,6 +148,38 @@ inline void direct_low_rank(const LowRank& low_rank, int64_t row, Vector sum[R][
                                           sum[r][m]);
 }
 
+// What a pass over R rows, of `row_bytes` each, fetches meanwhile: the next rows, in the order in which they lie. The CPU sees one stream
+// and runs ahead of it; row by row, at the places that are used next, each line would wait for memory in one of L1's few buffers. L1
+// keeps them until their turn if it has room beside these rows and `shared` bytes that every pass reads. Else they go to L2, and from
+// there to L1 shortly before they are used. Each step fetches `share` bytes, LINES lines.
+template <int R, int LINES>
+class NextRows {
+ public:
+  NextRows(const uint8_t* rows, int64_t row_bytes, int64_t share, int64_t shared)
+      : next_(rows + R * row_bytes), row_bytes_(row_bytes), share_(share), to_l1_(2 * R * row_bytes + shared <= kL1Bytes) {}
+
+  // `codes`: where the step is in the first row.
+  [[gnu::always_inline]] void fetch(const uint8_t* codes) {
+    constexpr int64_t kBytesAhead = 256;
+    if (to_l1_) {
+#pragma GCC unroll 9
+      for (int line = 0; line < LINES; ++line) prefetch(next_ + 64 * line);
+    } else {
+#pragma GCC unroll 9
+      for (int line = 0; line < LINES; ++line) prefetch_l2(next_ + 64 * line);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r) prefetch(codes + r * row_bytes_ + kBytesAhead);
+    }
+    next_ += share_;
+  }
+
+ private:
+  static constexpr int64_t kL1Bytes = 32 << 10;
+  const uint8_t* next_;
+  int64_t row_bytes_, share_;
+  bool to_l1_;
+};
+
 // `share`: bytes of R rows for each group of a row.
 template <class Product, Codes codes, int R, int M>
 inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, int64_t share, const Decoder<Product, codes>& decoder,
@@ -158,19 +190,16 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
   for (int r = 0; r < R; ++r)
     for (int m = 0; m < M; ++m) sum[r][m] = zero_vector();
   const uint8_t* base = packed + row * l.row_bytes;
-  // The next rows are fetched in the order in which they lie: the CPU sees one stream and runs ahead of it. Fetched row by row, at the
-  // places that are used next, each line would wait for memory in one of L1's few buffers.
-  const uint8_t* next = base + R * l.row_bytes;
+  NextRows<R, R * D::kCodeBytes / 64 + 1> next(base, l.row_bytes, share, M * l.in_features * 4 / Product::kUnitElements);
   for (int64_t start = 0; start < l.in_features; start += kStretch) {
     const int64_t count = start + kStretch < l.in_features ? kStretch : l.in_features - start;
     const int64_t groups = count / kGroup, first = start / kGroup;
     typename D::Scales scales[R];
     for (int r = 0; r < R; ++r) scales[r].load(base + r * l.row_bytes, l, start, count);
-    for (int64_t g = 0; g < groups; ++g, next += share) {
+    for (int64_t g = 0; g < groups; ++g) {
       const float* p = x + (first + g) * kGroupUnits;
       const uint8_t* c = base + (first + g) * D::kCodeBytes;
-#pragma GCC unroll 9
-      for (int line = 0; line <= R * D::kCodeBytes / 64; ++line) prefetch(next + 64 * line);
+      next.fetch(c);
       direct_group<R, M>(decoder, c, l.row_bytes, scales, g, p, sum);
     }
     if (groups * kGroup < count) {

@@ -59,7 +59,7 @@ struct LinearKernels {
   int32_t group;          // elements; prepared activations are padded with zeros to a multiple of it
   int32_t lanes;          // tokens in one vector; prepared tiles are padded to a multiple of it
   int32_t tile_tokens;    // tokens in one tile of prepare_tiled
-  int32_t exact_tokens;   // up to this M the forward multiplies exact fp32 weights whatever the input: that is faster, too
+  int32_t exact_tokens;   // up to this M products multiply exact fp32 weights whatever the input: that is faster, too
   int64_t scratch_bytes;  // what `tiled` needs
 
   const LinearArithmetic& in(Compute compute) const { return arithmetic[int(compute)]; }
@@ -97,6 +97,18 @@ struct LinearKernels {
                    Compute compute, const void* grad, int64_t tokens, const LowRank* low_rank, const LinearOutput& output,
                    void* scratch);
   int64_t (*backward_scratch)(Compute compute, int64_t tokens, int64_t rows, int64_t groups, int64_t rank);
+
+  // A slice's part of the backward of up to kPassTokens tokens, straight from its rows: sums (tokens, sums_stride), columns of each group
+  // in an order of their own, = grad (tokens, rows) @ rows. `packed` and `grad`, of `dtype`, tokens grad_stride elements apart, begin with
+  // the slice; sums_stride is K rounded up to groups.
+  void (*backward_direct)(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& layout,
+                          Compute compute, const void* grad, DType dtype, int64_t grad_stride, int64_t tokens, float* sums,
+                          int64_t sums_stride);
+
+  // output[:, group_begin * group : group_end * group] = what backward_direct left of all slices, (slices, tokens, sums_stride), added up,
+  // and a low-rank part in units of fp32.
+  void (*finish_backward)(const float* sums, int64_t slices, int64_t tokens, int64_t sums_stride, int64_t group_begin, int64_t group_end,
+                          const RowLayout& layout, Compute compute, const LowRank* low_rank, const LinearOutput& output);
 
   // matrix (rows, columns) of `dtype`, times `factor` in fp32 -> elements [offset, offset + columns) of (rows, stride) units.
   void (*prepare_low_rank)(const void* matrix, DType dtype, int64_t rows, int64_t columns, float factor, Compute compute,

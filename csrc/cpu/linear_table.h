@@ -2,6 +2,7 @@
 #pragma once
 
 #include "linear_backward.h"
+#include "linear_backward_direct.h"
 #include "linear_turned.h"
 
 namespace halfbyte::cpu {
@@ -90,6 +91,24 @@ int64_t linear_backward_scratch(Compute compute, int64_t tokens, int64_t rows, i
   return 4 * floats;
 }
 
+void linear_backward_direct(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l,
+                            Compute compute, const void* grad, DType dtype, int64_t grad_stride, int64_t tokens, float* sums,
+                            int64_t sums_stride) {
+  with_product_and_codes<Products>(compute, l, [&]<class P, class C>(P, C) {
+    with_count<kOnTiles<P> ? 0 : kPassTokens>(tokens, [&]<int M>() {
+      backward_direct<M, P, C::kCodes>(packed, rows, group_begin, group_end, l, grad, dtype, grad_stride, sums, sums_stride);
+    });
+  });
+}
+
+void linear_finish_backward(const float* sums, int64_t slices, int64_t tokens, int64_t sums_stride, int64_t group_begin,
+                            int64_t group_end, const RowLayout& l, Compute compute, const LowRank* low_rank,
+                            const LinearOutput& output) {
+  with_product_and_codes<Products>(compute, l, [&]<class P, class C>(P, C) {
+    finish_backward<P, C::kCodes>(sums, slices, tokens, sums_stride, group_begin, group_end, l, low_rank, output);
+  });
+}
+
 // body(Product{}, const T*) for the arithmetic and the element type.
 template <class Body>
 inline void with_operand(Compute compute, const void* matrix, DType dtype, const Body& body) {
@@ -128,7 +147,7 @@ constexpr LinearKernels linear_kernels() {
     scratch = forward > scratch ? forward : scratch;
     // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4
     // tokens tiles are faster.
-    if (kOnTiles<P>) k.exact_tokens = 4;
+    if (kOnTiles<P>) k.exact_tokens = kPassTokens;
   });
   for_each_product(DirectProducts{}, [&]<class P>(P) {
     k.arithmetic[int(P::kCompute)].direct_tokens = kOnTiles<P> ? 0 : P::kDirectTokens;
@@ -146,6 +165,8 @@ constexpr LinearKernels linear_kernels() {
   k.turned_scratch = linear_turned_scratch;
   k.backward = linear_backward;
   k.backward_scratch = linear_backward_scratch;
+  k.backward_direct = linear_backward_direct;
+  k.finish_backward = linear_finish_backward;
   k.prepare_low_rank = linear_prepare_low_rank;
   k.prepare_low_rank_tiled = linear_prepare_low_rank_tiled;
   return k;

@@ -3,6 +3,7 @@
 // are thin products (thin_driver.h); they read what dropout keeps of x from x itself and the mask.
 #include <functional>
 
+#include "linear_backward_driver.h"
 #include "lora_adapter.h"
 #include "thin_driver.h"
 
