@@ -22,6 +22,7 @@ COLUMNS = {
     "avx512_zen5": "avx512, Zen 5",
     "avx512": "avx512, Zen 4",
     "avx512_vnni": "avx512_vnni",
+    "avx512_vnni_zen4": "avx512_vnni, forced on Zen 4",
     "avx2": "avx2, Zen 3",
     "avx2_zen4": "avx2, forced on Zen 4",
     "avx2_zen5": "avx2, forced on Zen 5",
@@ -59,6 +60,13 @@ TARGETS = [
             ("linear", 512, "bf16", "dense", ("1x", "1x")),
             ("linear", 512, "fp32", "dense", ("1x", "1x")),
             ("linear", 2048, "bf16", "dense", ("1x", "1x")),
+        )
+    ),
+    *(
+        Target(f"state {op}, 16.8 M (SGD8bit)", "optimizer", "SGD8bit, 4096 x 4096 fp32", f"bitsandbytes {peer}", goals)
+        for op, peer, goals in (
+            ("quantize", "quantize_blockwise", ("12x", "18x")),
+            ("dequantize", "dequantize_blockwise", ("2.5x", "9x")),
         )
     ),
     Target("AdamW8bit fp32, 16.8 M", "optimizer", "AdamW8bit, 4096 x 4096 fp32", "bitsandbytes", ("29x", "24x")),
@@ -112,7 +120,7 @@ def main() -> None:
         "what the slowest floor allows, where ours takes less than twice its time. Results of "
         f"the other sections. {machines}; columns that say so, and scalar, are forced on a machine that has more: "
         "halfbyte by HALFBYTE_CPU_ISA, torch by its own switches, bitsandbytes, which has none, not at all; \"dense\" is "
-        "the faster of torch's products in bf16 and in fp32."
+        "the faster of torch's products in bf16 and in fp32; a state is quantized and decoded in a whole step of SGD8bit."
     )
     environment = next(env for name, env in sorted(used.items()) if name.endswith("-avx512_zen5.json"))
     content = {"benchmark": "cpu-targets", "environment": environment, "title": title, "columns": columns, "rows": rows}

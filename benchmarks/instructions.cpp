@@ -125,10 +125,15 @@ Work linear_backward(int64_t tokens, Compute compute, int64_t rows) {
   if (!k.in(compute).any_tokens) return {[] {}, 0};
   const RowLayout l = row_layout(kNF4, 64, K);
   const uint8_t* packed = packed_rows(l, rows);
+  const int64_t groups = K / k.group;
+  if (tokens <= kPassTokens) {
+    const auto* grad = filled<uint16_t>(tokens * rows);
+    auto* sums = static_cast<float*>(scratch(tokens * K * 4));
+    return {[=, &k] { k.backward_direct(packed, rows, 0, groups, l, compute, grad, DType::kBFloat16, rows, tokens, sums, K); }, rows * K};
+  }
   void* units = scratch((tokens + 16) * (rows + 64) * 4);
   k.prepare_matrix(filled<float>(tokens * rows), DType::kFloat32, tokens, rows, compute, 0, tokens, units);
   const LinearOutput out{scratch(tokens * K * 4), nullptr, K, DType::kFloat32};
-  const int64_t groups = K / k.group;
   void* panel = scratch(k.backward_scratch(compute, tokens, rows, groups, 0));
   return {[=, &k] { k.backward(packed, rows, 0, groups, l, compute, units, tokens, nullptr, out, panel); }, rows * K};
 }
@@ -190,6 +195,8 @@ const std::map<std::string, std::function<Work(int64_t)>> kCases = {
     {"linear nf4 M=64 in bf16", [](int64_t rows) { return linear(64, Compute::kBFloat16, rows); }},
     {"linear nf4 M=64 turned in fp32", [](int64_t rows) { return linear_turned(64, Compute::kFloat32, in_runs(rows)); }},
     {"linear nf4 M=64 turned in bf16", [](int64_t rows) { return linear_turned(64, Compute::kBFloat16, in_runs(rows)); }},
+    {"linear_backward nf4 M=1 in fp32", [](int64_t rows) { return linear_backward(1, Compute::kFloat32, rows); }},
+    {"linear_backward nf4 M=1 in bf16", [](int64_t rows) { return linear_backward(1, Compute::kBFloat16, rows); }},
     {"linear_backward nf4 M=64 in fp32", [](int64_t rows) { return linear_backward(64, Compute::kFloat32, in_runs(rows)); }},
     {"linear_backward nf4 M=64 in bf16", [](int64_t rows) { return linear_backward(64, Compute::kBFloat16, in_runs(rows)); }},
     {"int8_linear M=1", [](int64_t rows) { return int8_linear(1, rows); }},
