@@ -54,8 +54,9 @@ template <int R, int M, class Product, Codes codes>
                                              const typename Decoder<Product, codes>::Scales* s, int64_t group, const float* grads,
                                              float* sums, int64_t sums_stride, bool first) {
   constexpr int kElements = Product::kUnitElements;
-  // Vectors of M sums each that registers hold beside what decoding needs.
-  constexpr int kTogether = kLanes == 16 && M <= kElements + 1 ? kGroupVectors : kGroupVectors / 2;
+  // Vectors of M sums each that registers hold beside what decoding needs; without SIMD decoding twice would cost more.
+  constexpr bool kHalves = kLanes == 8 || (kLanes == 16 && M > kElements + 1);
+  constexpr int kTogether = kHalves ? kGroupVectors / 2 : kGroupVectors;
 #pragma GCC unroll 2
   for (int first_vector = 0; first_vector < kGroupVectors; first_vector += kTogether, sums += kTogether * kLanes) {
     Vector sum[M][kTogether];
