@@ -207,11 +207,11 @@ def test_more_than_one_block_of_everything(
     assert_within(ops.linear_backward_input(grad, packed, format, block_size, K), grad, weight)
 
 
-@pytest.mark.parametrize("K", [1, 63, 100, 576, 577, 2050])
+@pytest.mark.parametrize("K", [1, 63, 100, 576, 577, 4100])
 @pytest.mark.parametrize(("format", "block_size"), [(NF4, 32), (NF4, 64), (NF4, 4096), (FP4_DQ, 64), (INT8, 0), (FP8, 0)])
 def test_many_tokens_of_few_rows(format: int, block_size: int, K: int) -> None:
     """From 256 tokens on, and no fewer than rows or 512, weights are turned, unless tokens have to be widened; 59 rows are
-    nearly whole micro-kernels everywhere."""
+    nearly whole micro-kernels everywhere, and 4100 columns more than one pass."""
     rows, M = 59, 261
     packed, weight = make(rows, K, format, block_size)
     for dtype in DTYPES:

@@ -14,7 +14,9 @@ constexpr int64_t kTurnedColumns = 640;                // at most: a thread keep
 // Whole rows of up to a stretch, whose sums are then complete at once, and as many columns as L2 takes of them.
 template <class Product>
 constexpr ColumnShape turned_most(int64_t rows, int64_t all_units) {
-  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kGroupUnits = kGroup / Product::kUnitElements, kMostUnits = 1024;
+  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kGroupUnits = kGroup / Product::kUnitElements;
+  // Pairs of a stretch are one pass, whose sums never leave registers; of floats twice as many gained nothing.
+  constexpr int64_t kMostUnits = Product::kUnitElements == 2 ? kStretch / 2 : 1024;
   static_assert(kMostUnits * Product::kUnitElements <= kStretch && kMostUnits % kGroupUnits == 0);
   const int64_t passes = (all_units + kMostUnits - 1) / kMostUnits;
   const int64_t units = passes <= 1 ? all_units : round_up((all_units + passes - 1) / passes, kGroupUnits);
@@ -39,13 +41,20 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
   using D = Decoder<Product, codes>;
   constexpr int64_t kRun = ColumnLayout<Product>::kRun, kElements = Product::kUnitElements, kGroupUnits = kGroup / kElements;
   constexpr int64_t kStride = kGroupUnits + 16;  // rows would share L1 sets
+  // Of codes that are fetched: 16 rows are too many for the CPU to see where they go on. At their ends those of the rows behind.
+  constexpr int64_t kAhead = 256;
   const int64_t start = first * kElements, length = count * kElements;
   typename D::Scales scales[kLanes];
   for (int64_t r = 0; r < rows && r < kLanes; ++r)
     scales[r].load(packed + r * l.row_bytes, l, start, length < l.in_features - start ? length : l.in_features - start);
   alignas(64) float block[kLanes * kStride] = {};  // zeros where there is no row
+  const auto byte_of = [](int64_t unit) { return unit / kGroupUnits * D::kCodeBytes; };
+  const int64_t first_byte = byte_of(first), end_byte = byte_of(round_up(first + count, kGroupUnits));
   for (int64_t u = 0; u < count; u += kGroupUnits, panel += kGroupUnits * kRun) {
+    const int64_t at = byte_of(first + u) + kAhead;
+    const uint8_t* const next = packed + (at < end_byte ? at : kLanes * l.row_bytes + at - end_byte + first_byte);
     for (int64_t r = 0; r < rows && r < kLanes; ++r) {
+      for (int64_t i = 0; kLanes == 16 && i < D::kCodeBytes; i += 64) prefetch(next + r * l.row_bytes + i);
       typename Product::Values v[Product::kVectors];
       TailCodes<codes> tail;
       const uint8_t* group = codes_of_group(packed + r * l.row_bytes, l, (first + u) / kGroupUnits, tail);

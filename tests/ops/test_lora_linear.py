@@ -148,6 +148,17 @@ def test_a_branch_of_zeros_changes_no_bit() -> None:
             assert torch.equal(y, halfbyte.ops.linear(x, packed, bias, "nf4", 130))
 
 
+@pytest.mark.parametrize("M", [1, 4, 5, 20])
+def test_the_gradient_of_a_layer_without_rows_is_that_of_its_branch(M: int) -> None:
+    packed = random_packed(Format.parse("nf4"), 0, 300)
+    for dtype in (torch.float32, torch.bfloat16):
+        _, _, a, _ = (t.detach() for t in leaves(M, 0, 300, 8, dtype, dtype))
+        low = torch.randn(M, 8).to(dtype)
+        gradient = torch.ops.halfbyte.lora_linear_backward_input(torch.zeros(M, 0, dtype=dtype), packed, low, a, 0, 64, 300)
+        exact, terms = low.double() @ a.double(), low.double().abs() @ a.double().abs()
+        assert bool(((gradient.double() - exact).abs() <= ROUNDING[dtype] * exact.abs() + 8 * 2.0**-24 * terms).all())
+
+
 @pytest.mark.parametrize("M", [90, 290, 520])  # 290: two threads share tokens; 520: turned weights, too
 def test_results_do_not_depend_on_threads(M: int) -> None:
     packed = random_packed(Format.parse("nf4"), 301, 260)
