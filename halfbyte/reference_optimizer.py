@@ -188,7 +188,10 @@ def update(rule: Rule, param: Array, grad: Array, moments: list[Array], h: Hyper
 
     ``moments`` are pairs folded already: ``(map values, scale)`` per moment, because ``scale * beta`` is one product.
     """
-    f = np.float32
+
+    def f(x: float | np.float32) -> Array:
+        return flush(np.float32(x))
+
     (first, first_scale), *rest = moments
     param = flush(param)
     g = flush(grad * f((-1.0 if h.maximize else 1.0) / h.grad_scale))
@@ -208,7 +211,7 @@ def update(rule: Rule, param: Array, grad: Array, moments: list[Array], h: Hyper
         return fma(f(-(h.lr / (1 - h.beta1**step))), ratio, kept), [m, v]
     if rule == "lion":
         mixed = mix(first, first_scale, h.beta1, flush(g * f(1 - h.beta1)))
-        sign = np.where(np.isfinite(mixed), np.sign(mixed), f(np.nan)).astype(np.float32)
+        sign = np.where(np.isfinite(mixed), np.sign(mixed), np.float32(np.nan)).astype(np.float32)
         m = mix(first, first_scale, h.beta2, flush(g * f(1 - h.beta2)))
         return fma(f(-h.lr), sign, flush(param * f(1 - h.lr * h.weight_decay))), [m]
     m = mix(first, first_scale, h.momentum, flush(g * f(1 if step == 1 else 1 - h.dampening)))

@@ -73,35 +73,27 @@ template <bool SIGNED, int N, class Factor>
   constexpr const DynamicMap& map = SIGNED ? kSignedMap : kUnsignedMap;
   Floats w[N];
   Class<SIGNED> c[N];
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < N; ++j) w[j] = mul(load(x + j * kWidth), factor.of(vector + j));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < N; ++j) c[j].guess(w[j]);
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < N; ++j) c[j].correct();
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < N; ++j) w[j] = in_turn(minimum(fma(c[j].magnitude(), c[j].J(), splat(float(8.0 / 9.0))), splat(kInsideLastStep)));
-#pragma GCC unroll 4
+#pragma GCC unroll 8
   for (int j = 0; j < N; ++j) {
     const Ints word = bits(c[j].scaled(w[j], map.code_offset));
     words[j] = SIGNED ? word : add_ints(word, word);  // half of a code has 7 bits, as a magnitude has
   }
 }
 
-// Inlined by order, as all that it calls: a call for each group would load tables and constants again, a fifth of all instructions.
-// Codes of x times the vector's factor for VECTORS vectors; writes kGroup bytes, those after the last vector are unspecified.
+// Codes of VECTORS vectors of x, 4 at most, from their words; writes kGroup bytes, those after the last vector are unspecified.
 template <bool SIGNED, int VECTORS, class Factor>
-[[gnu::always_inline]] inline void encode_group(const float* x, const Factor& factor, uint8_t* codes) {
-  const Ints none = splat_bits(0xFFFFFFFFu);
-  Ints words[4] = {none, none, none, none}, nearest = none;
-  constexpr int kTurns = VECTORS < kByTurns ? VECTORS : kByTurns;
-  static_assert(VECTORS % kTurns == 0);
+[[gnu::always_inline]] inline void store_group(const Ints (&words)[4], const float* x, const Factor& factor, uint8_t* codes) {
+  Ints nearest = words[0];
 #pragma GCC unroll 4
-  for (int j = 0; j < VECTORS; j += kTurns) {
-    code_words<SIGNED, kTurns>(x + j * kWidth, factor, j, words + j);
-#pragma GCC unroll 4
-    for (int i = j; i < j + kTurns; ++i) nearest = i == 0 ? words[0] : minimum_halves(nearest, words[i]);
-  }
+  for (int j = 1; j < VECTORS; ++j) nearest = minimum_halves(nearest, words[j]);
   // A positive second moment has no code 0, but one so far below the block's largest is rare: looked for only where there is a 0.
   const Codes found = SIGNED ? signed_codes(words, x) : unsigned_codes(words);
   store_codes(codes, found);
@@ -115,6 +107,23 @@ template <bool SIGNED, int VECTORS, class Factor>
       store(factors + j * kWidth, factor.of(j));
     }
     settle_ties<SIGNED>(near, x, factors, codes);
+  }
+}
+
+// Inlined by order, as all that it calls: a call for each group would load tables and constants again, a fifth of all instructions.
+// Codes of x times the vector's factor for VECTORS vectors, a group at most or whole groups; writes whole groups, as store_group does.
+template <bool SIGNED, int VECTORS, class Factor>
+[[gnu::always_inline]] inline void encode_vectors(const float* x, const Factor& factor, uint8_t* codes) {
+  constexpr int kGroups = (VECTORS + 3) / 4, kTurns = VECTORS < kByTurns ? VECTORS : kByTurns;
+  static_assert(VECTORS % kTurns == 0 && (kGroups == 1 || VECTORS % 4 == 0));
+  const Ints none = splat_bits(0xFFFFFFFFu);
+  Ints words[4 * kGroups] = {none, none, none, none};
+#pragma GCC unroll 4
+  for (int j = 0; j < VECTORS; j += kTurns) code_words<SIGNED, kTurns>(x + j * kWidth, factor, j, words + j);
+#pragma GCC unroll 2
+  for (int g = 0; g < kGroups; ++g) {
+    const Ints of_group[4] = {words[4 * g], words[4 * g + 1], words[4 * g + 2], words[4 * g + 3]};
+    store_group<SIGNED, kGroups == 1 ? VECTORS : 4>(of_group, x + g * kGroup, factor, codes + g * kGroup);
   }
 }
 
@@ -153,14 +162,19 @@ inline void encode_block(float* x, int64_t count, uint32_t absmax_bits, uint8_t*
   }
   const OneFactor one{splat(factor)};
   int64_t i = 0;
-  for (; i + kGroup <= count; i += kGroup) encode_group<SIGNED, 4>(x + i, one, codes + i);
+  constexpr int kMost = kByTurns > 4 ? kByTurns : 4;
+  for (; i + kMost * kWidth <= count; i += kMost * kWidth) encode_vectors<SIGNED, kMost>(x + i, one, codes + i);
+  if (kMost > 4 && i + kGroup <= count) {
+    encode_vectors<SIGNED, 4>(x + i, one, codes + i);
+    i += kGroup;
+  }
   if (i < count) {  // rows of a LoRA matrix are one vector or two: encode no more than that
     uint8_t tail[kGroup];
     switch ((count - i + kWidth - 1) / kWidth) {
-      case 1: encode_group<SIGNED, 1>(x + i, one, tail); break;
-      case 2: encode_group<SIGNED, 2>(x + i, one, tail); break;
-      case 3: encode_group<SIGNED, 3>(x + i, one, tail); break;
-      default: encode_group<SIGNED, 4>(x + i, one, tail); break;
+      case 1: encode_vectors<SIGNED, 1>(x + i, one, tail); break;
+      case 2: encode_vectors<SIGNED, 2>(x + i, one, tail); break;
+      case 3: encode_vectors<SIGNED, 3>(x + i, one, tail); break;
+      default: encode_vectors<SIGNED, 4>(x + i, one, tail); break;
     }
     memcpy(codes + i, tail, size_t(count - i));
   }

@@ -244,8 +244,8 @@ template <OptimizerRule RULE, class P, class G>
       const OneFactor first_factor{splat(1.0f / *first_scale)}, second_factor{splat(1.0f / *second_scale)};
       for (int64_t at = 0; at < kStateBlock; at += kGroup) {
         put_late<RULE>(block.param, first, second, at, f, fresh);
-        encode_group<true, 4>(first + at, first_factor, block.first_codes + at);
-        encode_group<false, 4>(second + at, second_factor, block.second_codes + at);
+        encode_vectors<true, 4>(first + at, first_factor, block.first_codes + at);
+        encode_vectors<false, 4>(second + at, second_factor, block.second_codes + at);
       }
       return fresh.round(count, s, index);
     }
@@ -298,10 +298,10 @@ int64_t update_short_rows(const OptimizerTensor& t, const OptimizerScalars& s, i
     fresh.round(kGroup, s, t.element_offset + uint64_t(start));
     if (first_found.plain && second_found.plain) [[likely]] {
       first_found.store_to(first_scales);
-      encode_group<true, 4>(first, first_found.factor, block.first_codes);
+      encode_vectors<true, 4>(first, first_found.factor, block.first_codes);
       if constexpr (kTwo) {
         second_found.store_to(second_scales);
-        encode_group<false, 4>(second, second_found.factor, block.second_codes);
+        encode_vectors<false, 4>(second, second_found.factor, block.second_codes);
       }
     } else {
       encode_unusual_rows(first, kTwo ? second : nullptr, rows, group.length(), block.first_codes, first_scales, block.second_codes,

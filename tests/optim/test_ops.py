@@ -63,11 +63,15 @@ hypers = st.builds(
 
 # Parameters overflow; a weight decay that is 0 in float32 must not make NaN of them.
 TINY_DECAY = oracle.Hyper(lr=1.0, beta1=0.5, beta2=0.0, weight_decay=1e-117)
+# A weight that is subnormal in float32 is 0, whatever the scale that it is multiplied with.
+TINY_BETA = oracle.Hyper(lr=1.0, beta1=1.5e-39, beta2=1.5e-39)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(grid.RULES), shapes, st.sampled_from(DTYPES), st.sampled_from(DTYPES), hypers)
 @example("adam", (9,), torch.float16, torch.float32, TINY_DECAY)
+@example("adamw", (3, 3), torch.float32, torch.float32, TINY_BETA)
+@example("lion", (1, 9), torch.float32, torch.float32, TINY_BETA)
 def test_equals_the_oracle(
     rule: oracle.Rule, shape: tuple[int, ...], param_dtype: torch.dtype, grad_dtype: torch.dtype, h: oracle.Hyper
 ) -> None:
