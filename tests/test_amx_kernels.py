@@ -81,6 +81,23 @@ def forward(
     return out
 
 
+def turned(
+    driver: ctypes.CDLL, x: Tensor, packed: Tensor, fmt: Format, split: int, as_it_lies: bool,
+    low: tuple[Tensor, Tensor] | None = None, bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    (M, K), N = x.shape, len(packed)
+    out = torch.full((M, N), torch.nan, dtype=torch.bfloat16)
+    units, rank = room((M + 64) * (K + 128)), low[0].shape[1] if low else 0
+    low_units, low_input = room((N + 48) * (rank + 32)), room((M + 64) * (rank + 32))
+    a, b = low or (out, out)
+    assert driver.turned(
+        pointer(packed), size(N), size(split), fmt.id, size(fmt.block_size), size(K), pointer(x), size(M), pointer(units),
+        ctypes.c_bool(as_it_lies), pointer(a), pointer(b), size(rank), pointer(low_units), pointer(low_input),
+        None if bias is None else pointer(bias), pointer(out),
+    )  # fmt: skip
+    return out
+
+
 def within(got: Tensor, exact: Tensor, magnitude: Tensor, terms: int) -> None:
     """The bound of tests/test_linear_kernels.py; a weight's rounding to bf16 and the output's are the largest parts."""
     bound = magnitude * (2.0**-8 + (terms + 8) * 2.0**-24) * (1 + 2.0**-8) + exact.abs() * 2.0**-8 + 2.0**-100
@@ -105,8 +122,29 @@ def test_forward(drivers: tuple[ctypes.CDLL, ctypes.CDLL], name: str, M: int, N:
     assert (difference <= magnitude * (K + 8) * 2.0**-23 + exact.abs() * 2.0**-7).all()
 
 
-@pytest.mark.parametrize("rank", [1, 8, 16, 33, 64, 300])  # 300: more units than a panel has
-def test_forward_with_a_low_rank_part(drivers: tuple[ctypes.CDLL, ctypes.CDLL], rank: int) -> None:
+@pytest.mark.parametrize("name", ["nf4", "nf4:32", "fp4-dq", "int8", "fp8"])
+@pytest.mark.parametrize(("M", "N", "K"), [(16, 48, 128), (33, 61, 576), (64, 300, 640), (70, 110, 100), (144, 200, 1100)])
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_turned_weights(
+    drivers: tuple[ctypes.CDLL, ctypes.CDLL], name: str, M: int, N: int, K: int, has_bias: bool
+) -> None:
+    fmt = Format.parse(name)
+    torch.manual_seed(M + N)
+    packed = ops.quantize(torch.randn(N, K), fmt.id, fmt.block_size)
+    weight = ops.dequantize(packed, fmt.id, fmt.block_size, K, torch.float32).double()
+    x, bias = torch.randn(M, K).bfloat16(), torch.randn(N).bfloat16() if has_bias else None
+    exact, magnitude = x.double() @ weight.t(), x.double().abs() @ weight.abs().t()
+    if bias is not None:
+        exact, magnitude = exact + bias.double(), magnitude + bias.double().abs()
+    got = turned(drivers[0], x, packed, fmt, N // 2, False, None, bias)
+    within(got, exact, magnitude, K)
+    assert torch.equal(got, turned(drivers[0], x, packed, fmt, N // 3, False, None, bias))
+    if M % 16 == 0 and K % 32 == 0:
+        assert torch.equal(got, turned(drivers[0], x, packed, fmt, N // 3, True, None, bias))
+
+
+@pytest.mark.parametrize("rank", [1, 8, 16, 33, 64, 300, 1000])  # 300, 1000: more units than a panel has
+def test_low_rank_part(drivers: tuple[ctypes.CDLL, ctypes.CDLL], rank: int) -> None:
     fmt, M, N, K = Format.parse("nf4"), 40, 100, 192
     torch.manual_seed(rank)
     packed = ops.quantize(torch.randn(N, K), fmt.id, fmt.block_size)
@@ -115,21 +153,25 @@ def test_forward_with_a_low_rank_part(drivers: tuple[ctypes.CDLL, ctypes.CDLL], 
     exact = x.double() @ weight.t() + a.double() @ b.double().t()
     magnitude = x.double().abs() @ weight.abs().t() + a.double().abs() @ b.double().abs().t()
     within(forward(drivers[0], x, packed, fmt, 50, (a, b)), exact, magnitude, K + rank)
+    within(turned(drivers[0], x, packed, fmt, 50, False, (a, b)), exact, magnitude, K + rank)
 
 
-@pytest.mark.parametrize(("M", "N", "K"), [(16, 32, 128), (33, 61, 576), (70, 300, 1100), (130, 1031, 260), (5, 64, 128)])
+@pytest.mark.parametrize(
+    ("M", "N", "K"), [(16, 32, 128), (33, 61, 576), (70, 300, 1100), (130, 1031, 260), (80, 608, 700), (5, 64, 128)]
+)
 def test_backward(drivers: tuple[ctypes.CDLL, ctypes.CDLL], M: int, N: int, K: int) -> None:
     fmt = Format.parse("nf4")
     torch.manual_seed(M + N)
     packed = ops.quantize(torch.randn(N, K), fmt.id, fmt.block_size)
     weight = ops.dequantize(packed, fmt.id, fmt.block_size, K, torch.float32).double()
-    grad, out = torch.randn(M, N).bfloat16(), torch.full((M, K), torch.nan, dtype=torch.bfloat16)
-    units = room((M + 16) * (N + 256))
-    drivers[0].backward(
-        pointer(packed), size(N), fmt.id, size(fmt.block_size), size(K), pointer(grad), size(M), size(M // 32 * 16),
-        pointer(units), pointer(out),
-    )  # fmt: skip
-    within(out, grad.double() @ weight, grad.double().abs() @ weight.abs(), N)
+    grad = torch.randn(M, N).bfloat16()
+    for as_it_lies in (False, True)[: 2 if M % 16 == 0 and N % 32 == 0 else 1]:
+        out, units = torch.full((M, K), torch.nan, dtype=torch.bfloat16), room((M + 16) * (N + 256))
+        drivers[0].backward(
+            pointer(packed), size(N), fmt.id, size(fmt.block_size), size(K), pointer(grad), size(M), size(M // 32 * 16),
+            ctypes.c_bool(as_it_lies), pointer(units), pointer(out),
+        )  # fmt: skip
+        within(out, grad.double() @ weight, grad.double().abs() @ weight.abs(), N)
 
 
 @pytest.mark.parametrize(("M", "N", "K"), [(16, 48, 64), (33, 61, 577), (70, 110, 100), (130, 200, 2300)])

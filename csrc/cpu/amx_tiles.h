@@ -72,12 +72,14 @@ inline void emulated_int8(int c, int a, int b) {
 
 #define HALFBYTE_TILE_ZERO(t) memset(emulated_tile(t), 0, kTileSide * 64)
 #define HALFBYTE_TILE_LOAD(t, p, stride) emulated_load(t, p, stride)
+#define HALFBYTE_TILE_LOAD_ONCE(t, p, stride) emulated_load(t, p, stride)
 #define HALFBYTE_TILE_STORE(t, p, stride) emulated_store(t, p, stride)
 #define HALFBYTE_TILE_BF16(c, a, b) emulated_bf16(c, a, b)
 #define HALFBYTE_TILE_INT8(c, a, b) emulated_int8(c, a, b)
 #else
 #define HALFBYTE_TILE_ZERO(t) _tile_zero(t)
 #define HALFBYTE_TILE_LOAD(t, p, stride) _tile_loadd(t, p, stride)
+#define HALFBYTE_TILE_LOAD_ONCE(t, p, stride) _tile_stream_loadd(t, p, stride)  // not to stay in L1
 #define HALFBYTE_TILE_STORE(t, p, stride) _tile_stored(t, p, stride)
 #define HALFBYTE_TILE_BF16(c, a, b) _tile_dpbf16ps(c, a, b)
 #define HALFBYTE_TILE_INT8(c, a, b) _tile_dpbsud(c, a, b)

@@ -3,9 +3,9 @@
 //
 // By the instruction tables of Sapphire Rapids a tile product takes 16 cycles for 16 x 16 sums of 32 bf16 (64 int8), a tile load 8
 // from L1 (16 rows, two a cycle); from L2 it is slower, the more so where rows lie apart. Two strips of a by two of b make 4
-// products and 4 loads, 64 cycles against 32 from L1. Two strips of a (128 units: 16 KiB; decoded weights forward, gradients
-// backward) stay in L1 while all strips of b come from L2, fetched one tile ahead. 4 independent products cover the latency of 52
-// cycles.
+// products and 4 loads, 64 cycles against 32 from L1. Two strips of a stay in L1 while all strips of b come from L2: decoded weights,
+// 128 units or 16 KiB, with b fetched to L1 one tile ahead, or tokens and gradients, up to 320 units or 40 KiB, past which b streams
+// (tileloaddt1). The more units, the seldomer sums go to L2 and back. 4 independent products cover the latency of 52 cycles.
 #pragma once
 
 #include "amx_tiles.h"
@@ -35,11 +35,17 @@ inline TileOperand whole_tiles(const float* data, int64_t strip) { return {data,
   } else {                                                        \
     HALFBYTE_TILE_BF16(c, a, b);                                  \
   }
-#define HALFBYTE_EACH_SUM(APPLY)                        \
-  APPLY(0, sums)                                        \
+#define HALFBYTE_TILE_STREAM(t, p, stride)   \
+  if constexpr (kOnce) {                     \
+    HALFBYTE_TILE_LOAD_ONCE(t, p, stride);   \
+  } else {                                   \
+    HALFBYTE_TILE_LOAD(t, p, stride);        \
+  }
+#define HALFBYTE_EACH_SUM(APPLY, sums, strip)            \
+  APPLY(0, sums)                                         \
   if constexpr (COLUMNS > 1) APPLY(1, sums + kTileUnits) \
-  if constexpr (ROWS > 1) APPLY(2, sums + sums_strip)    \
-  if constexpr (ROWS > 1 && COLUMNS > 1) APPLY(3, sums + sums_strip + kTileUnits)
+  if constexpr (ROWS > 1) APPLY(2, sums + strip)         \
+  if constexpr (ROWS > 1 && COLUMNS > 1) APPLY(3, sums + strip + kTileUnits)
 
 // What later products will read of the streamed operand, fetched to L2 meanwhile: `lines` of it in every step.
 struct TileFetch {
@@ -53,28 +59,37 @@ inline void fetch_tile(const float* p) {
   for (int r = 0; r < kTileSide; ++r) prefetch(p + r * kTileSide);
 }
 
-// sums of ROWS strips of a (from `row` on) by COLUMNS of b += over `steps` tiles of each.
-template <bool kInteger, int ROWS, int COLUMNS>
-inline void tile_block(const TileOperand& a, int64_t row, const TileOperand& b, int64_t column, float* sums, int64_t sums_strip,
-                       int64_t steps, bool first, TileFetch& fetch) {
+// Where the sums of ROWS strips by COLUMNS go: `from`, if they are not the first, are added to, `to` is written; strips of rows are
+// `from_strip` and `to_strip` floats apart.
+struct TileSums {
+  const float* from;
+  float* to;
+  int64_t from_strip, to_strip;
+};
+
+// ROWS strips of a (from `row` on) by COLUMNS of b over `steps` tiles of each. kOnce: of b, which is more than L1 holds beside a, nothing
+// is to stay in L1; otherwise it is fetched there one tile ahead.
+template <bool kInteger, bool kOnce, int ROWS, int COLUMNS>
+inline void tile_block(const TileOperand& a, int64_t row, const TileOperand& b, int64_t column, const TileSums& sums, int64_t steps,
+                       bool first, TileFetch& fetch) {
   const float *a0 = a.at(row), *a1 = a.at(row + ROWS - 1), *b0 = b.at(column), *b1 = b.at(column + COLUMNS - 1);
   asm volatile("" ::: "memory");  // the compiler does not know that a tile load reads memory (g++ 12)
   if (first) {
 #define HALFBYTE_CLEAR(t, at) { HALFBYTE_TILE_ZERO(t); }
-    HALFBYTE_EACH_SUM(HALFBYTE_CLEAR)
+    HALFBYTE_EACH_SUM(HALFBYTE_CLEAR, sums.from, sums.from_strip)
   } else {
 #define HALFBYTE_FETCH(t, at) { HALFBYTE_TILE_LOAD(t, at, 64); }
-    HALFBYTE_EACH_SUM(HALFBYTE_FETCH)
+    HALFBYTE_EACH_SUM(HALFBYTE_FETCH, sums.from, sums.from_strip)
   }
   for (int64_t s = 0; s < steps; ++s, a0 += a.step, a1 += a.step, b0 += b.step, b1 += b.step) {
     HALFBYTE_TILE_LOAD(4, a0, a.row_bytes);
-    HALFBYTE_TILE_LOAD(6, b0, b.row_bytes);
+    HALFBYTE_TILE_STREAM(6, b0, b.row_bytes);
     HALFBYTE_TILE_PRODUCT(0, 4, 6)
     if constexpr (COLUMNS > 1) {
-      HALFBYTE_TILE_LOAD(7, b1, b.row_bytes);
+      HALFBYTE_TILE_STREAM(7, b1, b.row_bytes);
       HALFBYTE_TILE_PRODUCT(1, 4, 7)
     }
-    fetch_tile(b0 + b.step);
+    if constexpr (!kOnce) fetch_tile(b0 + b.step);
     if constexpr (ROWS > 1) {
       HALFBYTE_TILE_LOAD(5, a1, a.row_bytes);
       HALFBYTE_TILE_PRODUCT(2, 5, 6)
@@ -82,11 +97,11 @@ inline void tile_block(const TileOperand& a, int64_t row, const TileOperand& b, 
         HALFBYTE_TILE_PRODUCT(3, 5, 7)
       }
     }
-    if constexpr (COLUMNS > 1) fetch_tile(b1 + b.step);
+    if constexpr (COLUMNS > 1 && !kOnce) fetch_tile(b1 + b.step);
     for (int64_t i = 0; i < fetch.lines; ++i, fetch.run += kTileSide) prefetch_l2(fetch.run);
   }
 #define HALFBYTE_KEEP(t, at) { HALFBYTE_TILE_STORE(t, at, 64); }
-  HALFBYTE_EACH_SUM(HALFBYTE_KEEP)
+  HALFBYTE_EACH_SUM(HALFBYTE_KEEP, sums.to, sums.to_strip)
   asm volatile("" ::: "memory");
 }
 
@@ -105,8 +120,24 @@ inline void tile_product(int64_t rows, int64_t columns, const TileOperand& a, co
                          int64_t steps, bool first, TileFetch& fetch) {
   in_pairs(rows, [&]<int ROWS>(int64_t row) {
     in_pairs(columns, [&]<int COLUMNS>(int64_t column) {
-      tile_block<kInteger, ROWS, COLUMNS>(a, row, b, column, sums + row * sums_strip + column * kTileUnits, sums_strip, steps, first,
-                                          fetch);
+      float* const at = sums + row * sums_strip + column * kTileUnits;
+      tile_block<kInteger, false, ROWS, COLUMNS>(a, row, b, column, {at, at, sums_strip, sums_strip}, steps, first, fetch);
+    });
+  });
+}
+
+// Likewise where b is streamed and all units together are more than L1 holds; done.operator()<ROWS, COLUMNS>(row, column, block) takes
+// complete sums, tile after tile, strips of rows COLUMNS tiles apart.
+template <class Done>
+inline void tile_product_once(int64_t rows, int64_t columns, const TileOperand& a, const TileOperand& b, float* sums, int64_t sums_strip,
+                              int64_t steps, bool first, bool complete, TileFetch& fetch, const Done& done) {
+  alignas(64) float block[4 * kTileUnits];
+  in_pairs(rows, [&]<int ROWS>(int64_t row) {
+    in_pairs(columns, [&]<int COLUMNS>(int64_t column) {
+      float* const at = sums + row * sums_strip + column * kTileUnits;
+      const TileSums places = complete ? TileSums{at, block, sums_strip, COLUMNS * kTileUnits} : TileSums{at, at, sums_strip, sums_strip};
+      tile_block<false, true, ROWS, COLUMNS>(a, row, b, column, places, steps, first, fetch);
+      if (complete) done.template operator()<ROWS, COLUMNS>(row, column, block);
     });
   });
 }

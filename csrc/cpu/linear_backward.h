@@ -18,7 +18,9 @@ constexpr ColumnShape call_shape(int64_t tokens, int64_t rows, int64_t groups, i
   const int64_t most = shape.columns / kGroup, passes = (groups + most - 1) / most;
   shape.columns = (groups + passes - 1) / passes * kGroup;
   const int64_t units = round_up(units_of<Product>(rows > rank ? rows : rank), kUnitMultiple<Product>);
-  if (units < shape.units) shape.units = units;
+  const int64_t slabs = (units + shape.units - 1) / shape.units;
+  if (kOnTiles<Product> && tokens > kFewTokens) shape.units = matrix_together(units);
+  else if (slabs > 0) shape.units = round_up((units + slabs - 1) / slabs, kUnitMultiple<Product>);
   return shape;
 }
 
@@ -69,7 +71,7 @@ constexpr int64_t backward_scratch_floats(int64_t tokens, int64_t rows, int64_t 
 }
 
 template <class Product, Codes codes>
-void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, const void* grad,
+void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, const TokenUnits& grad,
               int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   constexpr int kElements = Product::kUnitElements;
   constexpr int64_t kGroupUnits = kGroup / kElements;
@@ -82,7 +84,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
     const int64_t left = l.in_features - g0 * kGroup;
     ColumnSums<Product> sums(shape, tokens, left < groups * kGroup ? left : groups * kGroup, output.from(0, g0 * kGroup), scratch);
     // sums += grads (tokens, reduced rows) @ rows (reduced, columns)
-    const auto add = [&](int64_t reduced, const void* grads, bool last, const auto& row) {
+    const auto add = [&](int64_t reduced, const TokenUnits& grads, bool last, const auto& row) {
       const auto fill = [&](int64_t u0, int64_t units, float* panel) {
         fill_panel<Product>(reduced, u0 * kElements, units, groups, shape, panel, row);
       };
@@ -94,7 +96,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
       decode_row<Product, codes, kLanes, true>(decoder, row, l, g0, groups, out, nullptr, next);
     });
     if (low_rank) {
-      add(low_rank->rank, low_rank->input, true, [&](int64_t n, float* out) {
+      add(low_rank->rank, {low_rank->input, low_rank->as_it_lies}, true, [&](int64_t n, float* out) {
         const float* source = static_cast<const float*>(low_rank->weight) + n * low_rank->stride + g0 * kGroupUnits;
         memcpy(out, source, size_t(groups * kGroupUnits) * sizeof(float));
       });

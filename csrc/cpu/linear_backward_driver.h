@@ -27,9 +27,9 @@ struct LowRankColumns {
   TokenMatrix input;
 
   LowRankColumns(const Backward& b, Compute compute)
-      : addend{nullptr, nullptr, b.low_weight->size(0), b.groups() * kernels().linear.group / elements_per_unit(compute)},
+      : addend{nullptr, nullptr, false, b.low_weight->size(0), b.groups() * kernels().linear.group / elements_per_unit(compute)},
         weight(unit_buffer(b.grad, addend.rank * addend.stride * elements_per_unit(compute), compute)),
-        input(*b.low_input, checked_dtype(kOp, "grad_projected", b.low_input->scalar_type()), addend.rank, compute) {
+        input(*b.low_input, checked_dtype(kOp, "grad_projected", b.low_input->scalar_type()), b.tokens, addend.rank, compute) {
     const int64_t K = b.layout.in_features;
     if (addend.stride * elements_per_unit(compute) != K) torch::stable::zero_(weight);
     kernels().linear.prepare_low_rank(b.low_weight->const_data_ptr(), checked_dtype(kOp, "lora_A", b.low_weight->scalar_type()),
@@ -37,7 +37,7 @@ struct LowRankColumns {
     addend.weight = weight.const_data_ptr();
   }
   // With the prepared input of some tokens.
-  LowRank with(const void* units) const { return {addend.weight, units, addend.rank, addend.stride}; }
+  LowRank with(const TokenUnits& units) const { return {addend.weight, units.data, units.as_it_lies, addend.rank, addend.stride}; }
 
  private:
   static constexpr const char* kOp = "lora_linear_backward_input";
@@ -67,7 +67,7 @@ inline void backward_direct(const Backward& b) {
   if (b.low_weight) {
     low.emplace(b, Compute::kFloat32);
     input = prepare_matrix(low->input, b.tokens, b.tokens);
-    addend = low->with(input->const_data_ptr());
+    addend = low->with({input->const_data_ptr(), low->input.ready()});
   }
   parallel_rows(groups, row_grain(table.group * b.tokens * (slices + (low ? addend->rank : 0))), [&](int64_t begin, int64_t end) {
     table.finish_backward(sums, slices, b.tokens, stride, begin, end, b.layout, b.compute, address(addend), b.target);
@@ -77,16 +77,18 @@ inline void backward_direct(const Backward& b) {
 // More tokens, columns decoded into panels.
 inline void backward_tiled(const Backward& b) {
   const LinearKernels& table = kernels().linear;
-  const int64_t groups = b.groups(), block = column_block(b.tokens, groups);
+  const TokenMatrix source(b.grad, b.dtype, b.tokens, b.rows, b.compute);
+  const int64_t groups = b.groups(), block = column_block(source, groups);
   std::optional<LowRankColumns> low;
   if (b.low_weight) low.emplace(b, b.compute);
-  const auto multiply = [&](int64_t token, int64_t group, int64_t group_end, const void* units, const void* low_units, void* scratch) {
+  const auto multiply = [&](int64_t token, int64_t group, int64_t group_end, const TokenUnits& units, const TokenUnits& low_units,
+                            void* scratch) {
     std::optional<LowRank> addend;
     if (low) addend = low->with(low_units);
     table.backward(b.packed, b.rows, group, group_end, b.layout, b.compute, units, std::min(b.tokens - token, block), address(addend),
                    b.target.from(token, 0), scratch);
   };
-  run_columns(TokenMatrix(b.grad, b.dtype, b.rows, b.compute), low ? &low->input : nullptr, b.tokens, block, groups,
+  run_columns(source, low ? &low->input : nullptr, b.tokens, block, groups,
               row_grain(b.rows * table.group * std::min(b.tokens, block)),
               table.backward_scratch(b.compute, std::min(b.tokens, block), b.rows, groups, low ? low->addend.rank : 0), multiply);
 }

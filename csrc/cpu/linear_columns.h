@@ -7,6 +7,13 @@
 namespace halfbyte::cpu {
 namespace {
 
+// Xeons with AMX have 2 MiB of L2, and their prefetcher finds the rows of a matrix: asking for them takes more than it saves.
+#if defined(HALFBYTE_TILES)
+constexpr bool kLargeL2 = true;
+#else
+constexpr bool kLargeL2 = false;
+#endif
+
 // A panel of decoded weights, columns x units that are summed over, in L2; beside it are the rows that meet it and the sums.
 struct ColumnShape {
   int64_t columns, units;
@@ -43,24 +50,25 @@ struct ColumnLayout {
   // The backward's. Every panel loads and stores all sums, one of many units the least often, and every pass over the rows finds their
   // scales and reads the gradients anew; K = 576 takes one of pairs. (Of floats, twice as much, 256 columns fill L2.) With few tokens
   // reading the weight counts, and 256 columns of a row are 2 cache lines in a page of their own.
-  static constexpr ColumnShape kMany{Product::kUnitElements == 2 ? 640 : 256, 512}, kFew{1024, 128};
+  static constexpr ColumnShape kMany{Product::kUnitElements == 2 ? 640 : 256, kLargeL2 ? 1024 : 512}, kFew{1024, 128};
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
   static constexpr int64_t kTokensTogether = 1;
   // Tokens that meet all columns of a panel before the next ones do, a multiple of the micro-kernel's. L2 keeps their rows, and the next
   // ones are fetched meanwhile.
   static constexpr int64_t kStripTokens = kLanes < 16 ? 48 : 24;
-  static constexpr bool kPlain = true;  // a prepared matrix is the matrix, in units
+  static constexpr int32_t kPackedUnits = INT32_MAX;  // a prepared matrix is the matrix, in units
 
   // Units of a token that lie together from `unit` on, and where they are in a prepared matrix.
   static int64_t run_units(int64_t all_units, int64_t /*unit*/) { return all_units; }
   static int64_t unit_at(int64_t /*tokens*/, int64_t all_units, int64_t m, int64_t unit) { return m * all_units + unit; }
 
   // What meets the panel of units from `unit` on: tokens from m0 on. After them the next strip does, or the first one the next panel.
-  static Rows rows(const ColumnShape& shape, const float* prepared, int64_t tokens, int64_t all_units, int64_t m0, int64_t unit) {
+  static Rows rows(const ColumnShape& shape, const TokenUnits& matrix, int64_t tokens, int64_t all_units, int64_t m0, int64_t unit) {
+    const auto* prepared = static_cast<const float*>(matrix.data);
     const bool last = tokens - m0 <= kStripTokens;
     const int64_t next = last ? unit + shape.units : unit;
     Ahead ahead{};
-    if (next < all_units)
+    if (!kLargeL2 && next < all_units)
       ahead = {reinterpret_cast<const uint8_t*>(prepared + (last ? 0 : m0 + kStripTokens) * all_units + next), 4 * all_units, 16};
     return {prepared + m0 * all_units + unit, all_units, ahead};
   }
@@ -85,31 +93,50 @@ struct ColumnLayout {
 };
 
 #if defined(HALFBYTE_TILES)
+// Complete sums of `rows` tokens and COLUMNS tiles' columns, or `left` of them, strips of tokens COLUMNS tiles apart -> output.
+template <class Product, class T, bool kBias, int COLUMNS>
+inline void store_tile_sums(const float* block, int64_t rows, int64_t left, const T* bias, T* out, int64_t stride) {
+  const bool whole = COLUMNS == 2 && left >= 2 * kTileSide;
+  for (int64_t m = 0; m < rows; ++m, out += stride) {
+    const float* at = block + m / kTileSide * COLUMNS * kTileUnits + m % kTileSide * kTileSide;
+    const auto sums = [&](int j) __attribute__((always_inline)) { return Product::load_sums(at + j * kTileUnits); };
+    if (whole && !kBias) {
+      store_sums_rounded<Product>(out, sums(0), sums(1));
+      continue;
+    }
+    float of_token[2 * kTileSide];
+    for (int j = 0; j < COLUMNS; ++j) store_values(of_token + j * kTileSide, sums(j));
+    store_values_of_row<Product, T, kBias>(of_token, left < COLUMNS * kTileSide ? left : COLUMNS * kTileSide, bias, out);
+  }
+}
+
 template <class Product>
   requires kOnTiles<Product>
 struct ColumnLayout<Product> {
-  static constexpr ColumnShape kMany{256, kTogether}, kFew{1024, 32};
+  static constexpr ColumnShape kMany{640, kMatrixTogether}, kFew{1024, 32};
   static constexpr int64_t kRun = kTileSide;
   static constexpr int64_t kTokensTogether = kTileSide;
   static constexpr int64_t kStripTokens = kLinearTokens;
-  static constexpr bool kPlain = false;
+  static constexpr int32_t kPackedUnits = 512;  // 2 KiB: with L1's sets in at most two places of a row, L1 could not hold two strips
 
-  static int64_t run_units(int64_t /*all_units*/, int64_t /*unit*/) { return kTileSide; }
+  static constexpr int64_t kRunUnits = kTileSide;
+  static int64_t run_units(int64_t /*all_units*/, int64_t /*unit*/) { return kRunUnits; }
   static int64_t unit_at(int64_t tokens, int64_t all_units, int64_t m, int64_t unit) {
-    return tile_at(all_units, strips_of(tokens), m / kTileSide, unit) + m % kTileSide * kTileSide;
+    return tile_at(matrix_together(all_units), all_units, strips_of(tokens), m / kTileSide, unit) + m % kTileSide * kTileSide;
   }
 
-  static TileOperand rows(const ColumnShape& /*shape*/, const float* prepared, int64_t tokens, int64_t all_units, int64_t m0,
+  static TileOperand rows(const ColumnShape& /*shape*/, const TokenUnits& matrix, int64_t tokens, int64_t all_units, int64_t m0,
                           int64_t unit) {
-    const int64_t left = all_units - unit / kTogether * kTogether, together = kTogether < left ? kTogether : left;
-    return whole_tiles(prepared + unit_at(tokens, all_units, m0, unit), together * kTileSide);
+    const auto* data = static_cast<const float*>(matrix.data);
+    if (matrix.as_it_lies) return {data + m0 * all_units + unit, kTileSide * all_units, kTileSide, 4 * all_units};
+    const int64_t together = matrix_together(all_units), left = all_units - unit / together * together;
+    return whole_tiles(data + unit_at(tokens, all_units, m0, unit), (together < left ? together : left) * kTileSide);
   }
 
   static int64_t sum_at(const ColumnShape& shape, int64_t m, int64_t c) {
     return m / kTileSide * kTileSide * shape.columns + c / kTileSide * kTileUnits + m % kTileSide * kTileSide + c % kTileSide;
   }
 
-  // The backward's, which has no bias.
   static void multiply(const ColumnShape& shape, const TileOperand& a, int64_t tokens, int64_t count, const float* panel,
                        int64_t columns, float* sums, bool first, const LinearOutput* output) {
     const int64_t columns_of_tiles = (columns + kTileSide - 1) / kTileSide;
@@ -118,21 +145,17 @@ struct ColumnLayout<Product> {
       fetch.lines = (4 * kTileSide + columns_of_tiles - 1) / columns_of_tiles;
       fetch.run = a.at(2);
     }
-    tile_product<false>(strips_of(tokens), columns_of_tiles, a, whole_tiles(panel, kTileSide * shape.padded_units()), sums,
-                        shape.columns * kTileSide, count / kTileSide, first, fetch);
-    if (!output) return;
-    with_elements(output->data, output->dtype, [&]<class T>(const T*) {
-      for (int64_t m = 0; m < tokens; ++m) {
-        T* row = static_cast<T*>(output->data) + m * output->stride;
-        const auto at = [&](int64_t c) { return Product::load_sums(sums + sum_at(shape, m, c)); };
-        int64_t c = 0;
-        for (; c + 2 * kTileSide <= columns; c += 2 * kTileSide) store_sums_rounded<Product>(row + c, at(c), at(c + kTileSide));
-        if (c == columns) continue;
-        float rest[2 * kTileSide];
-        for (int64_t i = 0; i < columns - c; i += kTileSide) store_values(rest + i, at(c + i));
-        store_values_of_row<Product, T, false>(rest, columns - c, nullptr, row + c);
-      }
-    });
+    const auto store = [&]<int ROWS, int COLUMNS>(int64_t row, int64_t column, const float* block) {
+      const int64_t m0 = row * kTileSide, c0 = column * kTileSide, rows = tokens - m0, left = columns - c0;
+      const LinearOutput to = output->from(m0, c0);
+      with_elements(to.bias, to.dtype, [&]<class T>(const T* bias) {
+        const int64_t some = rows < ROWS * kTileSide ? rows : ROWS * kTileSide;
+        if (bias) store_tile_sums<Product, T, true, COLUMNS>(block, some, left, bias, static_cast<T*>(to.data), to.stride);
+        else store_tile_sums<Product, T, false, COLUMNS>(block, some, left, nullptr, static_cast<T*>(to.data), to.stride);
+      });
+    };
+    tile_product_once(strips_of(tokens), columns_of_tiles, a, whole_tiles(panel, kTileSide * shape.padded_units()), sums,
+                      shape.columns * kTileSide, count / kTileSide, first, output != nullptr, fetch, store);
   }
 };
 #endif
@@ -155,6 +178,12 @@ void pack_matrix(const T* matrix, int64_t tokens, int64_t columns, int64_t begin
       E* out = reinterpret_cast<E*>(static_cast<float*>(units) + L::unit_at(tokens, all, m, u));
       const int64_t first = u * Product::kUnitElements, room = run * Product::kUnitElements;
       const int64_t given = columns - first < room ? columns - first : room;
+      if constexpr (__is_same(E, T) && L::kTokensTogether > 1) {
+        if (given == L::kRunUnits * Product::kUnitElements) {  // a line
+          memcpy(out, row + first, L::kRunUnits * 4);
+          continue;
+        }
+      }
       for (int64_t i = 0; i < given; ++i) convert(out[i], row[first + i]);
       for (int64_t i = given; i < room; ++i) convert(out[i], 0.0f);
     }
@@ -172,11 +201,10 @@ class ColumnSums {
       : shape_(shape), tokens_(tokens), columns_(columns), output_(output), panel_(static_cast<float*>(scratch)),
         sums_(panel_ + shape.panel_floats()) {}
 
-  // Adds rows (tokens, units), prepared, times what fill(first unit, units, panel) puts into the panel, whole runs of columns. `last`: no
-  // more is added.
+  // Adds `rows` of `units` units times what fill(first unit, units, panel) puts into the panel, whole runs of columns. `last`: no more is
+  // added.
   template <class Fill>
-  void add(const void* rows, int64_t units, bool last, const Fill& fill) {
-    const auto* prepared = static_cast<const float*>(rows);
+  void add(const TokenUnits& rows, int64_t units, bool last, const Fill& fill) {
     for (int64_t u0 = 0; u0 < units; u0 += shape_.units, first_ = false) {
       const int64_t count = u0 + shape_.units < units ? shape_.units : units - u0;
       const bool complete = last && u0 + count == units;
@@ -184,7 +212,7 @@ class ColumnSums {
       for (int64_t m = 0, strip; m < tokens_; m += strip) {
         strip = L::kStripTokens < tokens_ - m ? L::kStripTokens : tokens_ - m;
         const LinearOutput output = output_.from(m, 0);
-        L::multiply(shape_, L::rows(shape_, prepared, tokens_, units, m, u0), strip, count, panel_, columns_,
+        L::multiply(shape_, L::rows(shape_, rows, tokens_, units, m, u0), strip, count, panel_, columns_,
                     sums_ + L::sum_at(shape_, m, 0), first_, complete ? &output : nullptr);
       }
     }

@@ -129,7 +129,7 @@ struct LowRankUnits {
   // Of tokens from `token` on.
   std::optional<LowRank> addend(int64_t token) const {
     if (!weight) return std::nullopt;
-    return LowRank{weight->const_data_ptr(), input_at(token), rank, stride};
+    return LowRank{weight->const_data_ptr(), input_at(token), true, rank, stride};
   }
 };
 
@@ -223,39 +223,24 @@ inline void forward_tiled(const Forward& f) {
   }
 }
 
-// Tokens of a block of the backward or of turned weights, which threads share out by blocks and groups of columns: 5 groups (K = 576) are
-// no even work for 2 threads, and none at all for most of 16, nor are 600 tokens as 512 and 88. Every block decodes anew, which takes as
-// long as multiplying kDecodingTokens tokens.
-inline int64_t column_block(int64_t tokens, int64_t groups) {
-  constexpr int64_t kDecodingTokens = 16, kMultiple = 16;  // of every matrix_tokens
-  const int64_t threads = torch::stable::get_num_threads(), fewest = (tokens + kLinearTokens - 1) / kLinearTokens;
-  int64_t best = 0, least = 0;
-  for (int64_t parts = fewest; parts <= fewest + threads && (parts == fewest || tokens / parts >= kMultiple); ++parts) {
-    const int64_t block = round_up((tokens + parts - 1) / parts, kMultiple);
-    const int64_t work = (tokens + block - 1) / block * groups;
-    const int64_t time = (work + threads - 1) / threads * (std::min(block, tokens) + kDecodingTokens);
-    if (parts == fewest || time < least) best = block, least = time;
-  }
-  return best;
-}
-
 // A matrix (tokens, columns) that meets panels of columns: activations, gradients, or a low-rank input.
 struct TokenMatrix {
   const Tensor* matrix;
   DType dtype;
-  int64_t columns, stride;  // stride: units of each token, prepared
+  int64_t tokens, columns, stride;  // stride: units of each token, prepared
   Compute compute;
 
-  TokenMatrix(const Tensor& matrix, DType dtype, int64_t columns, Compute compute)
-      : matrix(&matrix), dtype(dtype), columns(columns), compute(compute) {
+  TokenMatrix(const Tensor& matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute)
+      : matrix(&matrix), dtype(dtype), tokens(tokens), columns(columns), compute(compute) {
     const int64_t elements = elements_per_unit(compute);
     stride = round_up((columns + elements - 1) / elements, kernels().linear.in(compute).matrix_units);
   }
-  // Whether the matrix is what prepare() would write.
+  // Whether kernels take the matrix as it lies.
   bool ready() const {
-    if (!kernels().linear.in(compute).plain_matrix) return false;
-    if (compute != Compute::kBFloat16) return dtype == DType::kFloat32;
-    return dtype == DType::kBFloat16 && columns % 2 == 0 && reinterpret_cast<uintptr_t>(matrix->const_data_ptr()) % 4 == 0;
+    const LinearArithmetic& a = kernels().linear.in(compute);
+    if (dtype != (compute == Compute::kBFloat16 ? DType::kBFloat16 : DType::kFloat32)) return false;
+    return stride % a.packed_units != 0 && columns == stride * elements_per_unit(compute) && tokens % a.matrix_tokens == 0 &&
+           reinterpret_cast<uintptr_t>(matrix->const_data_ptr()) % uintptr_t(4 * a.matrix_units) == 0;
   }
   int64_t bytes(int64_t tokens) const { return round_up(tokens, kernels().linear.in(compute).matrix_tokens) * stride * 4; }
   // What a thread needs to prepare so many for itself.
@@ -265,12 +250,29 @@ struct TokenMatrix {
     kernels().linear.prepare_matrix(at_row(*matrix, token, columns), dtype, count, columns, compute, begin, end, units);
   }
   // The block's units, prepared in `own` if they are not ready.
-  const void* prepared(int64_t token, int64_t count, void* own) const {
-    if (ready()) return at_row(*matrix, token, columns);
+  TokenUnits prepared(int64_t token, int64_t count, void* own) const {
+    if (ready()) return {at_row(*matrix, token, columns), true};
     prepare(token, count, 0, count, own);
-    return own;
+    return {own, false};
   }
 };
+
+// Tokens of a block of the backward or of turned weights, which threads share out by blocks and groups of columns: 5 groups (K = 576) are
+// no even work for 2 threads, and none at all for most of 16, nor are 600 tokens as 512 and 88. Every block decodes anew, which takes as
+// long as multiplying kDecodingTokens tokens. Blocks that threads prepare for themselves save them a sixteenth, as in token_blocks.
+inline int64_t column_block(const TokenMatrix& source, int64_t groups) {
+  constexpr int64_t kDecodingTokens = 16, kMultiple = 16;  // of every matrix_tokens
+  const int64_t tokens = source.tokens, threads = torch::stable::get_num_threads(), fewest = (tokens + kLinearTokens - 1) / kLinearTokens;
+  int64_t best = 0, least = 0;
+  for (int64_t parts = fewest; parts <= fewest + threads && (parts == fewest || tokens / parts >= kMultiple); ++parts) {
+    const int64_t block = round_up((tokens + parts - 1) / parts, kMultiple);
+    const int64_t blocks = (tokens + block - 1) / block, work = blocks * groups, prepared = source.own_bytes(block);
+    const bool alone = prepared > 0 && prepared <= kOwnBytes && threads > 1 && blocks % threads == 0;
+    const int64_t time = (work + threads - 1) / threads * (std::min(block, tokens) + kDecodingTokens) * (alone ? 16 : 17);
+    if (parts == fewest || time < least) best = block, least = time;
+  }
+  return best;
+}
 
 // All of `g`, block after block: that of `token` is stride * token units behind the first.
 inline Tensor prepare_matrix(const TokenMatrix& g, int64_t tokens, int64_t block) {
@@ -304,7 +306,7 @@ inline void run_columns(const TokenMatrix& source, const TokenMatrix* low, int64
       char* const units = static_cast<char*>(own.data()) + scratch_bytes;
       for (int64_t b = first * blocks / threads; b < last * blocks / threads; ++b) {
         const int64_t token = b * block, count = std::min(tokens - token, block);
-        const void* const low_units = low ? low->prepared(token, count, units + source_bytes) : nullptr;
+        const TokenUnits low_units = low ? low->prepared(token, count, units + source_bytes) : TokenUnits{};
         multiply(token, 0, groups, source.prepared(token, count, units), low_units, own.data());
       }
     });
@@ -314,13 +316,14 @@ inline void run_columns(const TokenMatrix& source, const TokenMatrix* low, int64
   std::optional<Tensor> prepared_low;
   if (low) prepared_low = prepare_matrix(*low, tokens, block);
   const auto at = [](const Tensor& units, const TokenMatrix& g, int64_t token) {
-    return static_cast<const char*>(units.const_data_ptr()) + token * g.stride * 4;
+    return TokenUnits{static_cast<const char*>(units.const_data_ptr()) + token * g.stride * 4, g.ready()};
   };
   parallel_rows(blocks * groups, grain, [&](int64_t begin, int64_t end) {
     const WorkspaceLease scratch(scratch_bytes);
     for (int64_t work = begin; work < end;) {
       const int64_t group = work % groups, group_end = std::min(groups, group + end - work), token = work / groups * block;
-      multiply(token, group, group_end, at(prepared, source, token), low ? at(*prepared_low, *low, token) : nullptr, scratch.data());
+      multiply(token, group, group_end, at(prepared, source, token), low ? at(*prepared_low, *low, token) : TokenUnits{},
+               scratch.data());
       work += group_end - group;
     }
   });
@@ -330,15 +333,16 @@ inline void run_columns(const TokenMatrix& source, const TokenMatrix* low, int64
 inline void forward_turned(const Forward& f) {
   const LinearKernels& table = kernels().linear;
   const int64_t K = f.layout.in_features, run = table.in(f.compute).turned_rows, groups = (f.rows + run - 1) / run;
-  const int64_t block = column_block(f.tokens, groups);
-  const LowRankUnits low(f, f.tokens, 1);
+  const TokenMatrix source(f.x, f.dtype, f.tokens, K, f.compute);
+  const int64_t block = column_block(source, groups);
+  const LowRankUnits low(f, round_up(f.tokens, table.in(f.compute).matrix_tokens), table.in(f.compute).matrix_units);
   low.prepare(f);
-  const auto multiply = [&](int64_t token, int64_t group, int64_t group_end, const void* units, const void*, void* scratch) {
+  const auto multiply = [&](int64_t token, int64_t group, int64_t group_end, const TokenUnits& units, const TokenUnits&, void* scratch) {
     const auto addend = low.addend(token);
     table.turned(f.packed, group * run, std::min(group_end * run, f.rows), f.layout, f.compute, units, std::min(f.tokens - token, block),
                  address(addend), f.target.from(token, 0), scratch);
   };
-  run_columns(TokenMatrix(f.x, f.dtype, K, f.compute), nullptr, f.tokens, block, groups, row_grain(K * run * block),
+  run_columns(source, nullptr, f.tokens, block, groups, row_grain(K * run * block),
               table.turned_scratch(f.compute, std::min(f.tokens, block), f.rows, K), multiply);
 }
 

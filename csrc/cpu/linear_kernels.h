@@ -37,9 +37,17 @@ struct LinearOutput {
 //   forward:  + input (M, R) @ weight (N, R)^T      backward:  + input (M, R) @ weight (R, K)
 struct LowRank {
   const void* weight;  // forward: prepare_low_rank's (N + kMostTileRows, stride); backward: its (R, stride), zeros past K
-  const void* input;   // direct, turned: prepare_low_rank's (M, stride); backward: prepare_matrix'; tiled: prepare_low_rank_tiled's
+  const void* input;   // direct, turned: prepare_low_rank's (M, stride); backward: TokenUnits'; tiled: prepare_low_rank_tiled's
+  bool as_it_lies;     // turned (always), backward: as TokenUnits'
   int64_t rank;        // R
-  int64_t stride;      // units of a row of the weight; forward: zeros past R; direct and tiled: whole vectors
+  int64_t stride;      // units of a row of the weight; forward: zeros past R; direct and tiled: whole vectors; turned: matrix_units
+};
+
+// A matrix (M, units) that meets panels of decoded weights: prepare_matrix' units or, as it lies, the matrix itself, of which M rounded up
+// to matrix_tokens rows may be read.
+struct TokenUnits {
+  const void* data;
+  bool as_it_lies;
 };
 
 // What the kernels do in one arithmetic.
@@ -49,7 +57,7 @@ struct LinearArithmetic {
   int32_t turned_rows;      // rows of `turned`'s micro-kernel; 0: they do not have it
   int32_t matrix_tokens;    // tokens of a prepared matrix that lie together; no thread should get a part of them
   int32_t matrix_units;     // a prepared matrix takes so many units for each token, or a multiple
-  bool plain_matrix;        // a prepared matrix is the matrix itself, if its rows are whole units of Product's elements
+  int32_t packed_units;     // a matrix of whole matrix_tokens and matrix_units is taken as it lies, unless it has a multiple of so many
   int32_t decoding_tokens;  // `tiled` decodes a weight in the time of multiplying it by so many tokens
   int32_t direct_tokens;    // up to this M the `direct` kernels are the faster ones; 0: they do not have it
 };
@@ -84,17 +92,16 @@ struct LinearKernels {
   void (*prepare_matrix)(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin, int64_t end,
                          void* units);
 
-  // output[:, row_begin:row_end] for up to kLinearTokens tokens, input: prepare_matrix' units. For many tokens.
+  // output[:, row_begin:row_end] for up to kLinearTokens tokens. For many tokens.
   // scratch: turned_scratch's bytes, for that many rows.
   void (*turned)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
-                 const void* input, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch);
+                 const TokenUnits& input, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch);
   int64_t (*turned_scratch)(Compute compute, int64_t tokens, int64_t rows, int64_t in_features);
 
   // output[:, group_begin * group : group_end * group] = grad (tokens, N) @ weight, for up to kLinearTokens tokens.
-  // grad: prepare_matrix' units.
   // scratch: backward_scratch's bytes, for that many groups of columns and more.
   void (*backward)(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& layout,
-                   Compute compute, const void* grad, int64_t tokens, const LowRank* low_rank, const LinearOutput& output,
+                   Compute compute, const TokenUnits& grad, int64_t tokens, const LowRank* low_rank, const LinearOutput& output,
                    void* scratch);
   int64_t (*backward_scratch)(Compute compute, int64_t tokens, int64_t rows, int64_t groups, int64_t rank);
 

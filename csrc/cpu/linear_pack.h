@@ -15,14 +15,16 @@ constexpr bool kOnTiles = Product::kUnitElements > 1;
 constexpr bool kOnTiles = false;
 #endif
 
-// Units of an operand of tiles that lie together: of K in a panel of decoded weights, of N in prepared gradients.
-constexpr int64_t kTogether = 128;
+// Units of an operand of tiles that lie together: of K in a panel of decoded rows; of what is summed over in a matrix that meets panels of
+// columns (linear_columns.h) all, if they are one pass, or so many that two strips leave L1 room.
+constexpr int64_t kTogether = 128, kMatrixTogether = 320;
+constexpr int64_t matrix_together(int64_t units) { return units <= kMatrixTogether ? units : 256; }
 
 // Where unit `unit` of strip `strip` lies in an operand of tiles: 16 x 16 units each, contiguous, in the order strip by strip
-// within kTogether units, so that what meets a panel is one run of memory. (Strips of whole rows would lie 128 KiB apart at
+// within `together` units, so that what meets a panel is one run of memory. (Strips of whole rows would lie 128 KiB apart at
 // K = 4096, in the same sets of L2.) `units` is a multiple of 16.
-inline int64_t tile_at(int64_t units, int64_t strips, int64_t strip, int64_t unit) {
-  const int64_t first = unit / kTogether * kTogether, count = kTogether < units - first ? kTogether : units - first;
+inline int64_t tile_at(int64_t together, int64_t units, int64_t strips, int64_t strip, int64_t unit) {
+  const int64_t first = unit / together * together, count = together < units - first ? together : units - first;
   return (first * strips + strip * count + unit - first) * kLanes;
 }
 
@@ -125,7 +127,7 @@ inline int64_t tile_start(int64_t tile) { return tile * kTileTokens; }
 // Where unit `unit` of the tile of `width` tokens from m0 on lies: rows of `width` units, tile after tile.
 template <class Product>
 inline int64_t unit_at(int64_t units, int64_t tokens, int64_t m0, int64_t width, int64_t unit) {
-  return kOnTiles<Product> ? tile_at(units, strips_of(tokens), m0 / kLanes, unit) : m0 * units + unit * width;
+  return kOnTiles<Product> ? tile_at(kTogether, units, strips_of(tokens), m0 / kLanes, unit) : m0 * units + unit * width;
 }
 
 // Where a unit is among those of a decoded group, by its element; `half`: of half a group, as decode_row leaves it.

@@ -64,11 +64,10 @@ void linear_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, con
   });
 }
 
-void linear_turned(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, Compute compute, const void* input,
-                   int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
+void linear_turned(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, Compute compute,
+                   const TokenUnits& input, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   with_product_and_codes<Products>(compute, l, [&]<class P, class C>(P, C) {
-    if constexpr (!kOnTiles<P>)
-      turned<P, C::kCodes>(packed, row_begin, row_end, l, input, tokens, low_rank, output, scratch);
+    turned<P, C::kCodes>(packed, row_begin, row_end, l, input, tokens, low_rank, output, scratch);
   });
 }
 
@@ -79,7 +78,7 @@ int64_t linear_turned_scratch(Compute compute, int64_t tokens, int64_t rows, int
 }
 
 void linear_backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& l, Compute compute,
-                     const void* grad, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
+                     const TokenUnits& grad, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   with_product_and_codes<Products>(compute, l, [&]<class P, class C>(P, C) {
     backward<P, C::kCodes>(packed, rows, group_begin, group_end, l, grad, tokens, low_rank, output, scratch);
   });
@@ -141,8 +140,8 @@ constexpr LinearKernels linear_kernels() {
   int64_t scratch = 0;
   for_each_product(Products{}, [&]<class P>(P) {
     using C = ColumnLayout<P>;
-    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, kOnTiles<P> ? 0 : int32_t(C::kRun), C::kTokensTogether,
-                                      int32_t(kUnitMultiple<P>), C::kPlain, kOnTiles<P> ? 40 : 16, 0};
+    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, int32_t(C::kRun), C::kTokensTogether,
+                                      int32_t(kUnitMultiple<P>), C::kPackedUnits, kOnTiles<P> ? 40 : 16, 0};
     constexpr int64_t forward = Layout<P>::kMany.floats() + Layout<P>::kSumsFloats;
     scratch = forward > scratch ? forward : scratch;
     // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4

@@ -133,7 +133,7 @@ struct Layout<Product> {
   static void multiply(const TileOperand& a, int64_t row, int64_t rows, const float* activations, int64_t tokens, int64_t /*m0*/,
                        int64_t all_units, int64_t first_unit, int64_t count, const Sums& sums, bool first, const Ahead& next) {
     const int64_t strips = strips_of(tokens), steps = count / kTileSide;
-    const TileOperand b = whole_tiles(activations + tile_at(all_units, strips, 0, first_unit), count * kTileSide);
+    const TileOperand b = whole_tiles(activations + tile_at(kTogether, all_units, strips, 0, first_unit), count * kTileSide);
     TileFetch fetch{b.data, 0};
     if (next.line && tokens > kFewTokens) {  // these rows' share of the next units' activations, which are in L3
       fetch.lines = (2 * kTileSide * kBlockRows + kMany.rows - 1) / kMany.rows;

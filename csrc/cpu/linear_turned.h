@@ -8,7 +8,7 @@
 namespace halfbyte::cpu {
 namespace {
 
-constexpr int64_t kTurnedFloats = int64_t(128) << 10;  // of a panel: half a MiB of L2
+constexpr int64_t kTurnedFloats = int64_t(kLargeL2 ? 256 : 128) << 10;  // of a panel: half of L2
 constexpr int64_t kTurnedColumns = 640;                // at most: a thread keeps the sums of kLinearTokens tokens beside it
 
 // Whole rows of up to a stretch, whose sums are then complete at once, and as many columns as L2 takes of them.
@@ -16,8 +16,12 @@ template <class Product>
 constexpr ColumnShape turned_most(int64_t rows, int64_t all_units) {
   constexpr int64_t kRun = ColumnLayout<Product>::kRun, kGroupUnits = kGroup / Product::kUnitElements;
   // Pairs of a stretch are one pass, whose sums never leave registers; of floats twice as many gained nothing.
-  constexpr int64_t kMostUnits = Product::kUnitElements == 2 ? kStretch / 2 : 1024;
+  constexpr int64_t kMostUnits = Product::kUnitElements == 2 ? kStretch / 2 : kLargeL2 ? 2048 : 1024;
   static_assert(kMostUnits * Product::kUnitElements <= kStretch && kMostUnits % kGroupUnits == 0);
+  if constexpr (kOnTiles<Product>) {  // passes as the tokens are prepared for; sums of several stay in L2 with them
+    const int64_t all = round_up(rows, kRun);
+    return {all < kTurnedColumns ? all : kTurnedColumns, matrix_together(all_units)};
+  }
   const int64_t passes = (all_units + kMostUnits - 1) / kMostUnits;
   const int64_t units = passes <= 1 ? all_units : round_up((all_units + passes - 1) / passes, kGroupUnits);
   const int64_t fit = kTurnedFloats / units, all = round_up(rows, kRun);
@@ -83,17 +87,24 @@ inline void fill_turned_matrix(const float* matrix, int64_t stride, int64_t firs
   }
 }
 
+// Of a row, and of a token that meets it.
+template <class Product>
+constexpr int64_t turned_units(int64_t in_features) {
+  return round_up(units_of<Product>(in_features), kUnitMultiple<Product>);
+}
+
 template <class Product>
 constexpr int64_t turned_scratch_floats(int64_t tokens, int64_t rows, int64_t in_features) {
-  return turned_most<Product>(rows, units_of<Product>(in_features)).scratch_floats(tokens);
+  return turned_most<Product>(rows, turned_units<Product>(in_features)).scratch_floats(tokens);
 }
 
 template <class Product, Codes codes>
-void turned(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* units, int64_t tokens,
+void turned(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const TokenUnits& input, int64_t tokens,
             const LowRank* low_rank, const LinearOutput& output, void* scratch) {
   using L = ColumnLayout<Product>;
   const Decoder<Product, codes> decoder(l);
-  const int64_t all = units_of<Product>(l.in_features);
+  const int64_t all = turned_units<Product>(l.in_features);
+  [[maybe_unused]] const typename Layout<Product>::Scope scope{};
   const ColumnShape shape = turned_shape<Product>(row_end - row_begin, all);
   for (int64_t n0 = row_begin; n0 < row_end; n0 += shape.columns) {
     const int64_t columns = shape.columns < row_end - n0 ? shape.columns : row_end - n0;
@@ -103,14 +114,14 @@ void turned(const uint8_t* packed, int64_t row_begin, int64_t row_end, const Row
       for (int64_t c = 0; c < count; c += kLanes)
         fill(c, panel + c / L::kRun * L::kRun * shape.padded_units() + c % L::kRun);
     };
-    sums.add(units, all, !low_rank, [&](int64_t first, int64_t count, float* panel) {
+    sums.add(input, all, !low_rank, [&](int64_t first, int64_t count, float* panel) {
       by_columns(panel, round_up(columns, L::kRun), [&](int64_t c, float* run) {
         fill_turned<Product, codes>(decoder, packed + (n0 + c) * l.row_bytes, columns - c, l, first, count, run);
       });
     });
     if (!low_rank) continue;
     const float* weight = static_cast<const float*>(low_rank->weight) + n0 * low_rank->stride;
-    sums.add(low_rank->input, low_rank->stride, true, [&](int64_t first, int64_t count, float* panel) {
+    sums.add({low_rank->input, low_rank->as_it_lies}, low_rank->stride, true, [&](int64_t first, int64_t count, float* panel) {
       by_columns(panel, columns, [&](int64_t c, float* run) {  // further ones are zeros already
         fill_turned_matrix<Product>(weight + c * low_rank->stride, low_rank->stride, first, count, run);
       });

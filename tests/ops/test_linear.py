@@ -198,3 +198,24 @@ def test_an_integer_input_leaks_nothing() -> None:
 
     before = run(2000)
     assert run(20000) - before < 4096  # KiB; a leaked string argument took 78 MB
+
+
+@pytest.mark.parametrize(("N", "K"), [(608, 576), (1536, 96), (64, 1024)])
+def test_bits_do_not_depend_on_where_tokens_lie(N: int, K: int) -> None:
+    """Kernels read bf16 tokens where they lie or pack them first, by their address, their number and their length."""
+    format = Format.parse("nf4")
+    packed = random_packed(format, N, K)
+    x, grad = torch.randn(513, K).bfloat16(), torch.randn(513, N).bfloat16()
+
+    def elsewhere(t: torch.Tensor) -> torch.Tensor:
+        moved = t.new_empty(t.numel() + 1)[1:].view_as(t).copy_(t)
+        assert moved.data_ptr() % 4 != 0
+        return moved
+
+    for run, tokens in (
+        (lambda t: ops.linear(t, packed, None, format, K), x),
+        (lambda t: ops.linear_backward_input(t, packed, format, K), grad),
+    ):
+        whole = run(tokens[:512].clone())
+        assert torch.equal(whole, run(elsewhere(tokens[:512])))
+        assert torch.equal(whole, run(tokens)[:512])
