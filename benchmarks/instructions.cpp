@@ -117,7 +117,7 @@ Work linear_turned(int64_t tokens, Compute compute, int64_t rows) {
   k.prepare_matrix(filled<float>(tokens * K), DType::kFloat32, tokens, K, compute, 0, tokens, units);
   const LinearOutput out{scratch(tokens * rows * 4), nullptr, rows, DType::kFloat32};
   void* panel = scratch(k.turned_scratch(compute, tokens, rows, K));
-  return {[=, &k] { k.turned(packed, 0, rows, l, compute, units, tokens, nullptr, out, panel); }, rows * K};
+  return {[=, &k] { k.turned(packed, 0, rows, l, compute, {units, false}, tokens, nullptr, out, panel); }, rows * K};
 }
 
 Work linear_backward(int64_t tokens, Compute compute, int64_t rows) {
@@ -135,7 +135,7 @@ Work linear_backward(int64_t tokens, Compute compute, int64_t rows) {
   k.prepare_matrix(filled<float>(tokens * rows), DType::kFloat32, tokens, rows, compute, 0, tokens, units);
   const LinearOutput out{scratch(tokens * K * 4), nullptr, K, DType::kFloat32};
   void* panel = scratch(k.backward_scratch(compute, tokens, rows, groups, 0));
-  return {[=, &k] { k.backward(packed, rows, 0, groups, l, compute, units, tokens, nullptr, out, panel); }, rows * K};
+  return {[=, &k] { k.backward(packed, rows, 0, groups, l, compute, {units, false}, tokens, nullptr, out, panel); }, rows * K};
 }
 
 Work int8_linear(int64_t tokens, int64_t rows) {
