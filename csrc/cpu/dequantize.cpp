@@ -28,9 +28,10 @@ Tensor dequantize(const Tensor& packed, int64_t format, int64_t block_size, int6
   const Tensor source = as_contiguous(packed);
   Tensor output = new_tensor(source, with_last_size(packed, in_features), dtype);
   const int64_t output_bytes = output.numel() * int64_t(output.element_size());
-  prefer_huge_pages(output.mutable_data_ptr(), output_bytes);
-  dequantize_into(source.const_data_ptr<uint8_t>(), leading_numel(packed), layout, out_dtype, output.mutable_data_ptr(),
-                  output_bytes >= kStreamBytes);
+  void* const to = output.mutable_data_ptr();
+  prefer_huge_pages(to, output_bytes);
+  dequantize_into(source.const_data_ptr<uint8_t>(), leading_numel(packed), layout, out_dtype, to,
+                  bypasses_caches(to, output_bytes, output_bytes));
   return output;
 }
 
@@ -44,21 +45,24 @@ std::vector<Tensor> dequantize_list(const std::vector<Tensor>& packed, int64_t f
   std::vector<const uint8_t*> from;
   std::vector<char*> to;
   std::vector<int64_t> rows;
-  int64_t output_bytes = 0;
+  std::vector<int64_t> bytes;
+  int64_t together = 0;
   for (size_t i = 0; i < packed.size(); ++i) {
     sources.push_back(as_contiguous(packed[i]));
     outputs.push_back(new_tensor(packed[i], with_last_size(packed[i], in_features[i]), dtype));
     from.push_back(static_cast<const uint8_t*>(sources[i].const_data_ptr()));
     to.push_back(static_cast<char*>(outputs[i].mutable_data_ptr()));
     rows.push_back(leading_numel(packed[i]));
-    prefer_huge_pages(to[i], rows[i] * in_features[i] * element_size);
-    output_bytes += rows[i] * in_features[i] * element_size;
+    bytes.push_back(rows[i] * in_features[i] * element_size);
+    prefer_huge_pages(to[i], bytes[i]);
+    together += bytes[i];
   }
-  const bool stream = output_bytes >= kStreamBytes;  // all of them are written before the first is read
+  std::vector<char> stream;
+  for (size_t i = 0; i < packed.size(); ++i) stream.push_back(bypasses_caches(to[i], bytes[i], together));
   const Kernels& table = kernels();
   parallel_lists(rows, in_features, kGrain, [&](size_t i, int64_t begin, int64_t end) {
     table.dequantize_rows(from[i] + begin * layouts[i].row_bytes, end - begin, layouts[i], out_dtype,
-                          to[i] + begin * in_features[i] * element_size, stream);
+                          to[i] + begin * in_features[i] * element_size, stream[i]);
   });
   return outputs;
 }

@@ -95,13 +95,14 @@ inline void dequantize_unaligned_stream(const uint8_t* row, const RowLayout& l, 
 }
 
 // Codes and scales are streams that stop and start again, too short for the hardware to see in time: 4-bit rows are fetched whole, of
-// others and of long ones the scales. Always inline: GCC drops calls of a function that does nothing but prefetch.
+// others and of long ones the scales. To L2: what is on its way to L1 takes the line buffers that stores need. Always inline: GCC drops
+// calls of a function that does nothing but prefetch.
 [[gnu::always_inline]] inline void prefetch_row(const uint8_t* row, const RowLayout& l) {
   constexpr int64_t kMost = 8192;
   const int64_t scales = is_double_quantized(l.format) ? l.code_bytes : l.scales_offset;
   const int64_t begin = is_4bit(l.format) && l.row_bytes <= kMost ? 0 : scales;
   const int64_t end = l.row_bytes - begin < kMost ? l.row_bytes : begin + kMost;
-  for (int64_t byte = begin; byte < end; byte += 64) __builtin_prefetch(row + byte);
+  for (int64_t byte = begin; byte < end; byte += 64) __builtin_prefetch(row + byte, 0, 2);
 }
 
 template <class T>

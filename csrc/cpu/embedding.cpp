@@ -30,8 +30,8 @@ Tensor embedding(const Tensor& indices, const Tensor& packed, int64_t format, in
   const auto* source = rows.const_data_ptr<uint8_t>();
   auto* target = static_cast<char*>(output.mutable_data_ptr());
   const int64_t output_row = embedding_dim * int64_t(output.element_size());
-  prefer_huge_pages(output.mutable_data_ptr(), count * output_row);
-  const bool stream = count * output_row >= kStreamBytes;
+  prefer_huge_pages(target, count * output_row);
+  const bool stream = bypasses_caches(target, count * output_row, count * output_row);
   const Kernels& table = kernels();
   parallel_rows(count, 1 + (int64_t(1) << 15) / embedding_dim, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {

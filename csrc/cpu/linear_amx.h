@@ -113,31 +113,25 @@ inline void in_pairs(int64_t strips, const Body& body) {
   if (s < strips) body.template operator()<1>(s);
 }
 
-// sums (tile after tile, strips of rows `sums_strip` floats apart) += a (rows strips) times b (columns strips) over `steps` tiles.
-// Two strips of a stay in L1 over all of b.
-template <bool kInteger>
-inline void tile_product(int64_t rows, int64_t columns, const TileOperand& a, const TileOperand& b, float* sums, int64_t sums_strip,
-                         int64_t steps, bool first, TileFetch& fetch) {
-  in_pairs(rows, [&]<int ROWS>(int64_t row) {
-    in_pairs(columns, [&]<int COLUMNS>(int64_t column) {
-      float* const at = sums + row * sums_strip + column * kTileUnits;
-      tile_block<kInteger, false, ROWS, COLUMNS>(a, row, b, column, {at, at, sums_strip, sums_strip}, steps, first, fetch);
-    });
-  });
-}
+// Sums that are not complete yet, or stay where they are.
+struct NoDone {
+  template <int ROWS, int COLUMNS>
+  void operator()(int64_t, int64_t, const float*) const {}
+};
 
-// Likewise where b is streamed and all units together are more than L1 holds; done.operator()<ROWS, COLUMNS>(row, column, block) takes
-// complete sums, tile after tile, strips of rows COLUMNS tiles apart.
-template <class Done>
-inline void tile_product_once(int64_t rows, int64_t columns, const TileOperand& a, const TileOperand& b, float* sums, int64_t sums_strip,
-                              int64_t steps, bool first, bool complete, TileFetch& fetch, const Done& done) {
+// sums (tile after tile, strips of rows `sums_strip` floats apart) += a (rows strips) times b (columns strips) over `steps` tiles.
+// Two strips of a stay in L1 over all of b; kOnce: no part of b does. done, if there is one: the sums are complete then, and
+// done.operator()<ROWS, COLUMNS>(row, column, block) takes them instead, tile after tile, strips of rows COLUMNS tiles apart.
+template <bool kInteger, bool kOnce, class Done = NoDone>
+inline void tile_product(int64_t rows, int64_t columns, const TileOperand& a, const TileOperand& b, float* sums, int64_t sums_strip,
+                         int64_t steps, bool first, TileFetch& fetch, const Done* done = nullptr) {
   alignas(64) float block[4 * kTileUnits];
   in_pairs(rows, [&]<int ROWS>(int64_t row) {
     in_pairs(columns, [&]<int COLUMNS>(int64_t column) {
       float* const at = sums + row * sums_strip + column * kTileUnits;
-      const TileSums places = complete ? TileSums{at, block, sums_strip, COLUMNS * kTileUnits} : TileSums{at, at, sums_strip, sums_strip};
-      tile_block<false, true, ROWS, COLUMNS>(a, row, b, column, places, steps, first, fetch);
-      if (complete) done.template operator()<ROWS, COLUMNS>(row, column, block);
+      const TileSums places = done ? TileSums{at, block, sums_strip, COLUMNS * kTileUnits} : TileSums{at, at, sums_strip, sums_strip};
+      tile_block<kInteger, kOnce, ROWS, COLUMNS>(a, row, b, column, places, steps, first, fetch);
+      if (done) done->template operator()<ROWS, COLUMNS>(row, column, block);
     });
   });
 }

@@ -18,9 +18,7 @@ constexpr ColumnShape call_shape(int64_t tokens, int64_t rows, int64_t groups, i
   const int64_t most = shape.columns / kGroup, passes = (groups + most - 1) / most;
   shape.columns = (groups + passes - 1) / passes * kGroup;
   const int64_t units = round_up(units_of<Product>(rows > rank ? rows : rank), kUnitMultiple<Product>);
-  const int64_t slabs = (units + shape.units - 1) / shape.units;
-  if (kOnTiles<Product> && tokens > kFewTokens) shape.units = matrix_together(units);
-  else if (slabs > 0) shape.units = round_up((units + slabs - 1) / slabs, kUnitMultiple<Product>);
+  shape.units = ColumnLayout<Product>::pass_units(units, shape.units, kUnitMultiple<Product>);
   return shape;
 }
 

@@ -23,6 +23,12 @@ struct ColumnShape {
   constexpr int64_t scratch_floats(int64_t tokens) const { return panel_floats() + round_up(tokens, 16) * sums_stride(); }
 };
 
+// Units of each of the fewest passes of up to `most` that take `units`: even ones, multiples of `multiple`.
+constexpr int64_t even_pass(int64_t units, int64_t most, int64_t multiple) {
+  const int64_t passes = (units + most - 1) / most;
+  return passes <= 1 ? units : round_up((units + passes - 1) / passes, multiple);
+}
+
 template <class Product>
 inline void column_vectors(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride,
                            int64_t units, bool first, Ahead next, const LinearOutput* output) {
@@ -51,6 +57,10 @@ struct ColumnLayout {
   // scales and reads the gradients anew; K = 576 takes one of pairs. (Of floats, twice as much, 256 columns fill L2.) With few tokens
   // reading the weight counts, and 256 columns of a row are 2 cache lines in a page of their own.
   static constexpr ColumnShape kMany{Product::kUnitElements == 2 ? 640 : 256, kLargeL2 ? 1024 : 512}, kFew{1024, 128};
+  // The forward's: pairs of a stretch are one pass, whose sums never leave registers.
+  static constexpr int64_t kTurnedUnits = Product::kUnitElements == 2 ? kStretch / 2 : kLargeL2 ? 2048 : 1024;
+  static constexpr int64_t pass_units(int64_t units, int64_t most, int64_t multiple) { return even_pass(units, most, multiple); }
+
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
   static constexpr int64_t kTokensTogether = 1;
   // Tokens that meet all columns of a panel before the next ones do, a multiple of the micro-kernel's. L2 keeps their rows, and the next
@@ -114,6 +124,12 @@ template <class Product>
   requires kOnTiles<Product>
 struct ColumnLayout<Product> {
   static constexpr ColumnShape kMany{640, kMatrixTogether}, kFew{1024, 32};
+  static constexpr int64_t kTurnedUnits = kMatrixTogether;
+  // Of many tokens as they are prepared: sums of several passes stay in L2 with them.
+  static constexpr int64_t pass_units(int64_t units, int64_t most, int64_t multiple) {
+    return most == kMatrixTogether ? matrix_together(units) : even_pass(units, most, multiple);
+  }
+
   static constexpr int64_t kRun = kTileSide;
   static constexpr int64_t kTokensTogether = kTileSide;
   static constexpr int64_t kStripTokens = kLinearTokens;
@@ -154,8 +170,8 @@ struct ColumnLayout<Product> {
         else store_tile_sums<Product, T, false, COLUMNS>(block, some, left, nullptr, static_cast<T*>(to.data), to.stride);
       });
     };
-    tile_product_once(strips_of(tokens), columns_of_tiles, a, whole_tiles(panel, kTileSide * shape.padded_units()), sums,
-                      shape.columns * kTileSide, count / kTileSide, first, output != nullptr, fetch, store);
+    tile_product<false, true>(strips_of(tokens), columns_of_tiles, a, whole_tiles(panel, kTileSide * shape.padded_units()), sums,
+                              shape.columns * kTileSide, count / kTileSide, first, fetch, output ? &store : nullptr);
   }
 };
 #endif

@@ -354,7 +354,7 @@ inline bool turned_is_faster(const Forward& f) {
   const int64_t run = kernels().linear.in(f.compute).turned_rows;
   const bool as_they_lie = f.compute == Compute::kBFloat16 || f.dtype == DType::kFloat32;
   const bool enough = f.tokens >= std::clamp(f.rows, kLeastTokens, kLinearTokens);
-  return run != 0 && as_they_lie && enough && 8 * (round_up(f.rows, run) - f.rows) <= f.rows;
+  return as_they_lie && enough && 8 * (round_up(f.rows, run) - f.rows) <= f.rows;
 }
 
 inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,

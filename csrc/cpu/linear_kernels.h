@@ -52,9 +52,9 @@ struct TokenUnits {
 
 // What the kernels do in one arithmetic.
 struct LinearArithmetic {
-  bool any_tokens;          // `tiled` and `backward` have it; the next six are for them
+  bool any_tokens;          // `tiled`, `turned` and `backward` have it; the next six are for them
   int32_t block_rows;       // rows of `tiled`'s micro-kernel; no thread should get a part of them
-  int32_t turned_rows;      // rows of `turned`'s micro-kernel; 0: they do not have it
+  int32_t turned_rows;      // rows of `turned`'s micro-kernel
   int32_t matrix_tokens;    // tokens of a prepared matrix that lie together; no thread should get a part of them
   int32_t matrix_units;     // a prepared matrix takes so many units for each token, or a multiple
   int32_t packed_units;     // a matrix of whole matrix_tokens and matrix_units is taken as it lies, unless it has a multiple of so many

@@ -140,7 +140,7 @@ struct Layout<Product> {
       fetch.run = (first_unit + count < all_units ? b.at(strips) : activations) +
                   row / kBlockRows * ((strips + 1) / 2) * steps * fetch.lines * kTileSide;
     }
-    tile_product<Product::kUnitElements == 4>(rows / kTileSide, strips, a, b, sums.at(row, 0), kSumsStrip, steps, first, fetch);
+    tile_product<Product::kUnitElements == 4, false>(rows / kTileSide, strips, a, b, sums.at(row, 0), kSumsStrip, steps, first, fetch);
   }
 };
 #endif

@@ -1,6 +1,5 @@
-// linear's forward for many tokens: tokens as they lie (linear_columns.h) times panels of weights that were
-// turned, so that a row of the weight is a column. Nothing is prepared for each token, and nothing turned back; each weight costs more.
-// Included once per ISA.
+// linear's forward for many tokens: tokens as they lie (linear_columns.h) times panels of weights that were turned, so that a row of the
+// weight is a column. Nothing is prepared for each token, and nothing turned back; each weight costs more. Included once per ISA.
 #pragma once
 
 #include "linear_columns.h"
@@ -9,21 +8,15 @@ namespace halfbyte::cpu {
 namespace {
 
 constexpr int64_t kTurnedFloats = int64_t(kLargeL2 ? 256 : 128) << 10;  // of a panel: half of L2
-constexpr int64_t kTurnedColumns = 640;                // at most: a thread keeps the sums of kLinearTokens tokens beside it
+constexpr int64_t kTurnedColumns = 640;  // at most: a thread keeps the sums of kLinearTokens tokens beside it
 
-// Whole rows of up to a stretch, whose sums are then complete at once, and as many columns as L2 takes of them.
+// As many columns as L2 takes of a pass.
 template <class Product>
 constexpr ColumnShape turned_most(int64_t rows, int64_t all_units) {
-  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kGroupUnits = kGroup / Product::kUnitElements;
-  // Pairs of a stretch are one pass, whose sums never leave registers; of floats twice as many gained nothing.
-  constexpr int64_t kMostUnits = Product::kUnitElements == 2 ? kStretch / 2 : kLargeL2 ? 2048 : 1024;
-  static_assert(kMostUnits * Product::kUnitElements <= kStretch && kMostUnits % kGroupUnits == 0);
-  if constexpr (kOnTiles<Product>) {  // passes as the tokens are prepared for; sums of several stay in L2 with them
-    const int64_t all = round_up(rows, kRun);
-    return {all < kTurnedColumns ? all : kTurnedColumns, matrix_together(all_units)};
-  }
-  const int64_t passes = (all_units + kMostUnits - 1) / kMostUnits;
-  const int64_t units = passes <= 1 ? all_units : round_up((all_units + passes - 1) / passes, kGroupUnits);
+  using L = ColumnLayout<Product>;
+  constexpr int64_t kRun = L::kRun, kGroupUnits = kGroup / Product::kUnitElements;
+  static_assert(L::kTurnedUnits * Product::kUnitElements <= kStretch);
+  const int64_t units = L::pass_units(all_units, L::kTurnedUnits, kGroupUnits);
   const int64_t fit = kTurnedFloats / units, all = round_up(rows, kRun);
   const int64_t most = fit < kRun ? kRun : fit < kTurnedColumns ? fit / kRun * kRun : kTurnedColumns;
   static_assert(kTurnedColumns % kRun == 0);
