@@ -58,7 +58,7 @@ def kept_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
     Where the weights of many tokens are turned, small layers leave less than others: no panel is larger than the layer, and
     the sums beside it are those of a block of tokens. (From 5 to some 250 tokens, panels have a fixed size: 972 KiB then.)
     """
-    if dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_isa() == "avx512"):  # multiplied as they lie
+    if dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_isa() in ("avx512", "amx")):  # multiplied as they lie
         return min(WORKSPACE_PER_THREAD, 4 * (rows * columns + _BLOCK_TOKENS * (max(rows, columns) + 16)))
     return WORKSPACE_PER_THREAD
 
