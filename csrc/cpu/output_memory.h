@@ -25,7 +25,7 @@ inline void prefer_huge_pages(void* data, int64_t bytes) {
 }
 
 // Outputs of this size bypass the caches: past the last level of most machines nothing is read back from it anyway. (Where L3 is larger, a
-// buffer is found there only after some ten calls have written the same one.)
+// buffer is found there only after many calls have written the same one.)
 constexpr int64_t kStreamBytes = int64_t(16) << 20;
 
 // Whether data[0..bytes) has no memory yet (its middle, which stands for all of it). The system clears pages as they are touched, and what
