@@ -28,7 +28,7 @@ FORMATS = {"nf4": (0, 64), "fp4": (1, 64), "nf4-dq": (2, 64), "int8": (4, 0), "f
 
 
 def check(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> None:
-    """Loose on purpose: peers sum and round in their own ways. tests/test_linear_kernels.py has the derived bound."""
+    """Loose on purpose: peers sum and round in their own ways. tests/linear/oracle.py has the derived bound."""
     allowed = size * 2.0**-6 + exact.abs() * 2.0**-7
     if not ((got.double() - exact).abs() <= allowed).all():
         raise AssertionError("a result is wrong")

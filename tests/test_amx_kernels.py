@@ -99,7 +99,7 @@ def turned(
 
 
 def within(got: Tensor, exact: Tensor, magnitude: Tensor, terms: int) -> None:
-    """The bound of tests/test_linear_kernels.py; a weight's rounding to bf16 and the output's are the largest parts."""
+    """The bound of tests/linear/oracle.py; a weight's rounding to bf16 and the output's are the largest parts."""
     bound = magnitude * (2.0**-8 + (terms + 8) * 2.0**-24) * (1 + 2.0**-8) + exact.abs() * 2.0**-8 + 2.0**-100
     assert got.isfinite().all()
     assert ((got.double() - exact).abs() <= bound).all()

@@ -18,7 +18,7 @@ constexpr ColumnShape call_shape(int64_t tokens, int64_t rows, int64_t groups, i
   const int64_t most = shape.columns / kGroup, passes = (groups + most - 1) / most;
   shape.columns = (groups + passes - 1) / passes * kGroup;
   const int64_t units = round_up(units_of<Product>(rows > rank ? rows : rank), kUnitMultiple<Product>);
-  shape.units = ColumnLayout<Product>::pass_units(units, shape.units, kUnitMultiple<Product>);
+  shape.units = pass_units<Product>(units, shape.units, kUnitMultiple<Product>);
   return shape;
 }
 

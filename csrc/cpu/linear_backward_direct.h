@@ -83,12 +83,13 @@ template <int R, int M, class Product, Codes codes>
   }
 }
 
-// sums (M, K) of groups [begin, end) += grads times R rows; `first`: they were nothing before. For each group `share` lines of `next` are
-// fetched. Not inline: it needs all registers.
+// sums (M, K) of groups [begin, end) += grads times R rows; `first`: they were nothing before. For each group `share` lines of the next R
+// rows are fetched, `run` bytes of each. Not inline: it needs all registers.
 template <int R, int M, class Product, Codes codes>
 [[gnu::noinline]] void add_rows(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t begin, int64_t end,
-                                const float* grads, float* sums, int64_t sums_stride, bool first, FetchRuns next, int64_t share) {
+                                const float* grads, float* sums, int64_t sums_stride, bool first, int64_t run, int64_t share) {
   using D = Decoder<Product, codes>;
+  FetchRuns next(row + R * l.row_bytes + begin * D::kCodeBytes, run, l.row_bytes);
   constexpr int64_t kStretchGroups = kStretch / kGroup;
   for (int64_t g0 = begin; g0 < end; g0 += kStretchGroups) {
     const int64_t last = g0 + kStretchGroups < end ? g0 + kStretchGroups : end, start = g0 * kGroup;
@@ -141,8 +142,7 @@ void backward_direct(const uint8_t* packed, int64_t rows, int64_t group_begin, i
       alignas(4) float grads[(R + Product::kUnitElements - 1) / Product::kUnitElements * M];
       load_grads<R, M, Product>(grad, dtype, grad_stride, n, grads);
       const uint8_t* row = packed + n * l.row_bytes;
-      const FetchRuns next(row + R * l.row_bytes + group_begin * D::kCodeBytes, run, l.row_bytes);
-      add_rows<R, M, Product, codes>(decoder, row, l, group_begin, group_end, grads, sums, sums_stride, n == 0, next, share);
+      add_rows<R, M, Product, codes>(decoder, row, l, group_begin, group_end, grads, sums, sums_stride, n == 0, run, share);
     }
   };
   add.template operator()<kRowsTogether>();

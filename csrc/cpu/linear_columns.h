@@ -23,15 +23,9 @@ struct ColumnShape {
   constexpr int64_t scratch_floats(int64_t tokens) const { return panel_floats() + round_up(tokens, 16) * sums_stride(); }
 };
 
-// Units of each of the fewest passes of up to `most` that take `units`: even ones, multiples of `multiple`.
-constexpr int64_t even_pass(int64_t units, int64_t most, int64_t multiple) {
-  const int64_t passes = (units + most - 1) / most;
-  return passes <= 1 ? units : round_up((units + passes - 1) / passes, multiple);
-}
-
 template <class Product>
 inline void column_vectors(int64_t tokens, const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride,
-                           int64_t units, bool first, Ahead next, const LinearOutput* output) {
+                           int64_t units, bool first, const Ahead& next, const LinearOutput* output) {
   constexpr int G = kTileVectors;
   for (int64_t m = 0; m < tokens; m += 6) {
     const LinearOutput stored = output ? output->from(m, 0) : LinearOutput{};
@@ -59,7 +53,6 @@ struct ColumnLayout {
   static constexpr ColumnShape kMany{Product::kUnitElements == 2 ? 640 : 256, kLargeL2 ? 1024 : 512}, kFew{1024, 128};
   // The forward's: pairs of a stretch are one pass, whose sums never leave registers.
   static constexpr int64_t kTurnedUnits = Product::kUnitElements == 2 ? kStretch / 2 : kLargeL2 ? 2048 : 1024;
-  static constexpr int64_t pass_units(int64_t units, int64_t most, int64_t multiple) { return even_pass(units, most, multiple); }
 
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
   static constexpr int64_t kTokensTogether = 1;
@@ -68,6 +61,8 @@ struct ColumnLayout {
   static constexpr int64_t kStripTokens = kLanes < 16 ? 48 : 24;
   static constexpr int32_t kPackedUnits = INT32_MAX;  // a prepared matrix is the matrix, in units
 
+  // Units of a prepared matrix that no pass reaches beyond.
+  static constexpr int64_t together(int64_t all_units) { return all_units; }
   // Units of a token that lie together from `unit` on, and where they are in a prepared matrix.
   static int64_t run_units(int64_t all_units, int64_t /*unit*/) { return all_units; }
   static int64_t unit_at(int64_t /*tokens*/, int64_t all_units, int64_t m, int64_t unit) { return m * all_units + unit; }
@@ -125,28 +120,24 @@ template <class Product>
 struct ColumnLayout<Product> {
   static constexpr ColumnShape kMany{640, kMatrixTogether}, kFew{1024, 32};
   static constexpr int64_t kTurnedUnits = kMatrixTogether;
-  // Of many tokens as they are prepared: sums of several passes stay in L2 with them.
-  static constexpr int64_t pass_units(int64_t units, int64_t most, int64_t multiple) {
-    return most == kMatrixTogether ? matrix_together(units) : even_pass(units, most, multiple);
-  }
-
   static constexpr int64_t kRun = kTileSide;
   static constexpr int64_t kTokensTogether = kTileSide;
   static constexpr int64_t kStripTokens = kLinearTokens;
   static constexpr int32_t kPackedUnits = 512;  // 2 KiB: with L1's sets in at most two places of a row, L1 could not hold two strips
 
+  static constexpr int64_t together(int64_t all_units) { return matrix_together(all_units); }
   static constexpr int64_t kRunUnits = kTileSide;
   static int64_t run_units(int64_t /*all_units*/, int64_t /*unit*/) { return kRunUnits; }
   static int64_t unit_at(int64_t tokens, int64_t all_units, int64_t m, int64_t unit) {
-    return tile_at(matrix_together(all_units), all_units, strips_of(tokens), m / kTileSide, unit) + m % kTileSide * kTileSide;
+    return tile_at(together(all_units), all_units, strips_of(tokens), m / kTileSide, unit) + m % kTileSide * kTileSide;
   }
 
   static TileOperand rows(const ColumnShape& /*shape*/, const TokenUnits& matrix, int64_t tokens, int64_t all_units, int64_t m0,
                           int64_t unit) {
     const auto* data = static_cast<const float*>(matrix.data);
     if (matrix.as_it_lies) return {data + m0 * all_units + unit, kTileSide * all_units, kTileSide, 4 * all_units};
-    const int64_t together = matrix_together(all_units), left = all_units - unit / together * together;
-    return whole_tiles(data + unit_at(tokens, all_units, m0, unit), (together < left ? together : left) * kTileSide);
+    const int64_t most = together(all_units), left = all_units - unit / most * most;
+    return whole_tiles(data + unit_at(tokens, all_units, m0, unit), (most < left ? most : left) * kTileSide);
   }
 
   static int64_t sum_at(const ColumnShape& shape, int64_t m, int64_t c) {
@@ -175,6 +166,14 @@ struct ColumnLayout<Product> {
   }
 };
 #endif
+
+// Units of each of the fewest passes of up to `most` that take `units`, or as many of them as lie together: even ones, multiples of
+// `multiple`.
+template <class Product>
+constexpr int64_t pass_units(int64_t units, int64_t most, int64_t multiple) {
+  const int64_t together = ColumnLayout<Product>::together(units), passes = (together + most - 1) / most;
+  return passes <= 1 ? together : round_up((together + passes - 1) / passes, multiple);
+}
 
 template <class Product>
 constexpr int64_t units_of(int64_t elements) {

@@ -276,10 +276,12 @@ template <class Product, int R, int G>
 }
 
 // kStores: where `output` is given, the sums are complete and go there instead. Not inline: among a caller's variables GCC keeps addresses
-// of rows in vector registers and moves them in every step.
+// of rows in vector registers and moves them in every step. `ahead` by reference: a copy would load in vectors what has just been stored
+// word by word, which waits until all stores before have left, and those of the last call are lines of the output.
 template <class Product, int R, int G, bool kStores = false>
 [[gnu::noinline]] void tile(const float* a, int64_t a_stride, const float* b, float* sums, int64_t sums_stride, int64_t units, bool first,
-                            Ahead ahead, const LinearOutput* output = nullptr) {
+                            const Ahead& ahead, const LinearOutput* output = nullptr) {
+  const uint8_t* line = ahead.line;
   if constexpr (kStores)
     if (output) fetch_output<R, G>(*output);
   typename Product::Sum sum[R][G];
@@ -289,10 +291,10 @@ template <class Product, int R, int G, bool kStores = false>
     for (int g = 0; g < G; ++g) sum[r][g] = first ? typename Product::Sum{} : Product::load_sums(sums + r * sums_stride + g * kLanes);
   for (int64_t u = 0, stop; u < units; u = stop) {
     stop = units;
-    if (ahead.line) {
+    if (line) {
 #pragma GCC unroll 12
-      for (int r = 0; r < R; ++r) prefetch(ahead.line + r * ahead.stride);
-      ahead.line += 64;
+      for (int r = 0; r < R; ++r) prefetch(line + r * ahead.stride);
+      line += 64;
       if (u + ahead.units < units) stop = u + ahead.units;
     } else if (u < units - kSumsAhead) {
       stop = units - kSumsAhead;

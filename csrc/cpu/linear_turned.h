@@ -16,7 +16,7 @@ constexpr ColumnShape turned_most(int64_t rows, int64_t all_units) {
   using L = ColumnLayout<Product>;
   constexpr int64_t kRun = L::kRun, kGroupUnits = kGroup / Product::kUnitElements;
   static_assert(L::kTurnedUnits * Product::kUnitElements <= kStretch);
-  const int64_t units = L::pass_units(all_units, L::kTurnedUnits, kGroupUnits);
+  const int64_t units = pass_units<Product>(all_units, L::kTurnedUnits, kGroupUnits);
   const int64_t fit = kTurnedFloats / units, all = round_up(rows, kRun);
   const int64_t most = fit < kRun ? kRun : fit < kTurnedColumns ? fit / kRun * kRun : kTurnedColumns;
   static_assert(kTurnedColumns % kRun == 0);

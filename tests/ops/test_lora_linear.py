@@ -36,38 +36,57 @@ def run(op, inputs: list[Tensor], packed: Tensor, grad: Tensor, *args, **kwargs)
     return [y.detach(), *torch.autograd.grad(y, inputs, grad.to(y.dtype))]
 
 
-@pytest.mark.parametrize("adapter", DTYPES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("splits", [(), (20, 0, 40)])
-def test_values_and_gradients(dtype: torch.dtype, adapter: torch.dtype, splits: tuple[int, ...]) -> None:
+def check_values(
+    M: int, N: int, K: int, rank: int, splits: tuple[int, ...], format: str, dtype: torch.dtype, adapter: torch.dtype
+) -> None:
     """Elementwise. Every result is a sum of products with one more rounded factor than a plain product has.
 
     size: the same sums over absolute values. Each of its terms carries at most 5 roundings to the coarsest dtype in play
     (weight, A, B, x A^T or its gradient, the scaled one) and n * 2^-24 of fp32 summation.
     """
-    N, K, rank = 60, 100, 5
     coarsest = max(ROUNDING[dtype], ROUNDING[adapter])
+    packed = random_packed(Format.parse(format), N, K)
+    weight = halfbyte.dequantize(packed, format, K, torch.float32).double()
+    inputs = leaves(M, N, K, rank, dtype, adapter, len(splits) or 1)
+    grad = torch.randn(M, N, generator=torch.Generator().manual_seed(1)).to(dtype)
+    got = run(lora_linear, inputs, packed, grad, 0.7, format, K, splits=splits)
+    exact = [t.detach().double().requires_grad_() for t in inputs]
+    expected = run(reference.lora_linear, exact, packed, grad, 0.7, format, K, splits=splits)
+    x, bias, a, b = (t.detach().abs().requires_grad_() for t in exact)
+    pieces, first = [], 0
+    for g, rows in enumerate(splits or (N,)):
+        pieces.append((x @ a[g * rank : (g + 1) * rank].T) @ b[first : first + rows].T)
+        first += rows
+    size_y = x @ weight.abs().T + bias + 0.7 * torch.cat(pieces, 1)
+    sizes = [size_y.detach(), *torch.autograd.grad(size_y, (x, bias, a, b), grad.double().abs())]
+    for name, value, want, size in zip("yxbAB", got, expected, sizes, strict=True):
+        bound = size * (5 * coarsest + (M + N + K + 3 * rank) * 2.0**-24) + 2.0**-20 * (coarsest > 2.0**-20)
+        excess = (value.double() - want).abs() - bound
+        assert (excess <= 0).all(), f"{name} off by {excess.max():.2g} for {format}, M={M}"
+    assert [t.dtype for t in got] == [dtype, dtype, dtype, adapter, adapter]
+
+
+@pytest.mark.parametrize("adapter", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("splits", [(), (20, 0, 40)])
+def test_values_and_gradients(dtype: torch.dtype, adapter: torch.dtype, splits: tuple[int, ...]) -> None:
     for format in ("nf4", "fp4-dq:32", "int8", "fp8"):
-        packed = random_packed(Format.parse(format), N, K)
-        weight = halfbyte.dequantize(packed, format, K, torch.float32).double()
         for M in (1, 8, 9, 70, 270):  # 270: turned weights
-            inputs = leaves(M, N, K, rank, dtype, adapter, len(splits) or 1)
-            grad = torch.randn(M, N, generator=torch.Generator().manual_seed(1)).to(dtype)
-            got = run(lora_linear, inputs, packed, grad, 0.7, format, K, splits=splits)
-            exact = [t.detach().double().requires_grad_() for t in inputs]
-            expected = run(reference.lora_linear, exact, packed, grad, 0.7, format, K, splits=splits)
-            x, bias, a, b = (t.detach().abs().requires_grad_() for t in exact)
-            pieces, first = [], 0
-            for g, rows in enumerate(splits or (N,)):
-                pieces.append((x @ a[g * rank : (g + 1) * rank].T) @ b[first : first + rows].T)
-                first += rows
-            size_y = x @ weight.abs().T + bias + 0.7 * torch.cat(pieces, 1)
-            sizes = [size_y.detach(), *torch.autograd.grad(size_y, (x, bias, a, b), grad.double().abs())]
-            for name, value, want, size in zip("yxbAB", got, expected, sizes, strict=True):
-                bound = size * (5 * coarsest + (M + N + K + 3 * rank) * 2.0**-24) + 2.0**-20 * (coarsest > 2.0**-20)
-                excess = (value.double() - want).abs() - bound
-                assert (excess <= 0).all(), f"{name} off by {excess.max():.2g} for {format}, M={M}"
-            assert [t.dtype for t in got] == [dtype, dtype, dtype, adapter, adapter]
+            check_values(M, 60, 100, 5, splits, format, dtype, adapter)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("M", "N", "K", "rank", "splits"),
+    [
+        (515, 300, 200, 256, (100, 100, 100)),  # branches wider than the weight, together
+        (1024, 1023, 640, 511, ()),  # backward, bf16: gradients and the largest panel are more than a thread keeps
+    ],
+)
+def test_values_of_wide_branches(
+    M: int, N: int, K: int, rank: int, splits: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    check_values(M, N, K, rank, splits, "nf4", dtype, dtype)
 
 
 @pytest.mark.parametrize("adapter", DTYPES)

@@ -1,29 +1,16 @@
-"""linear and linear_backward_input on the CPU against fp64, for every format, ISA and awkward size.
-
-The bound. Sums are fp32 with a fixed order, so the computed sum of n products is within (n + c) * 2^-24 * sum |x| |w| of
-the exact one (c: the product with the scale, the bias, the lanes' own sum). Where bf16 inputs multiply in bf16 pairs
-(AVX-512, AMX from 5 tokens on), each weight is rounded to bf16 first, as a dense bf16 layer would store it:
-2^-8 * sum |x| |w| more, which also covers int16 (AVX2, up to 16 tokens). The output is rounded once: 2^-8 (bf16) or
-2^-11 (fp16) of itself, and fp16 has subnormals.
-"""
+"""Values of linear and linear_backward_input on the CPU against fp64 (oracle.py), for every format, ISA and awkward size."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-import halfbyte  # noqa: F401  (loads the ops)
 from halfbyte._library import cpu_isa
 
-ROOT = Path(__file__).resolve().parent.parent
-ops = torch.ops.halfbyte
+from .oracle import DTYPES, FP4, FP4_DQ, FP8, INT8, NF4, NF4_DQ, Exact, assert_within, make, ops, tokens_like
 
-NF4, FP4, NF4_DQ, FP4_DQ, INT8, FP8 = range(6)
 FORMATS = (
     [(NF4, b) for b in (32, 64, 128, 256, 512, 1024, 2048, 4096)]
     + [(NF4_DQ, b) for b in (32, 64, 128, 4096)]
@@ -31,54 +18,7 @@ FORMATS = (
 )
 FEATURES = (1, 63, 65, 100, 576, 4304)
 TOKENS = (0, 1, 2, 3, 4, 5, 16, 17, 64, 130)
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 INT16_ISAS = ("avx2", "avx2_vnni")  # a few bf16 tokens multiply 4-bit codes as int16
-ROUNDING = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
-
-
-def make(rows: int, K: int, format: int, block_size: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """packed (rows, row_bytes) and its values (rows, K) in fp64."""
-    generator = torch.Generator().manual_seed(seed)
-    weight = torch.randn(rows, K, generator=generator) * torch.randn(rows, 1, generator=generator).exp()
-    packed = ops.quantize(weight, format, block_size)
-    return packed, ops.dequantize(packed, format, block_size, K, torch.float32).double()
-
-
-class Exact:
-    """a (M, n) @ b (n, columns) + bias in fp64, and the bound of the module's docstring for results of a's dtype."""
-
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-        dtype, a = a.dtype, a.double()
-        self.value, size = a @ b, a.abs() @ b.abs()
-        if bias is not None:
-            self.value, size = self.value + bias.double(), size + bias.double().abs()
-        bound = size * ((a.shape[-1] + 8) * 2.0**-24 + (2.0**-8 if dtype is torch.bfloat16 else 0.0))
-        self.bound = bound * (1 + ROUNDING[dtype]) + self.value.abs() * ROUNDING[dtype]
-        self.bound += 2.0**-25 if dtype is torch.float16 else 2.0**-100
-
-    def check(self, got: torch.Tensor) -> None:
-        """`got` are the results of the first len(got) tokens."""
-        M = len(got)
-        excess = (got.double() - self.value[:M]).abs() - self.bound[:M]
-        assert got.isfinite().all()
-        assert (excess <= 0).all(), f"excess {excess.max().item():.3g} at {tuple(got.shape)}, {got.dtype}"
-
-
-def assert_within(got: torch.Tensor, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None) -> None:
-    Exact(a, b, bias).check(got)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Many tiny fp64 products are faster so; threads have their own test."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def tokens_like(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 1) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 @pytest.mark.usefixtures("one_thread")
@@ -382,118 +322,6 @@ def test_every_code_of_a_row_counts(format: int) -> None:
             x, grad = tokens_like((M, K), dtype), tokens_like((M, 14), dtype)
             assert_within(ops.linear(x, packed, None, format, 0, K), x, weight.T)
             assert_within(ops.linear_backward_input(grad, packed, format, 0, K), grad, weight)
-
-
-def test_shapes_strides_and_empties() -> None:
-    K, rows = 100, 9
-    packed, weight = make(rows, K, NF4, 64)
-    x = tokens_like((2, 3, K), torch.float32)
-    assert ops.linear(x, packed, None, NF4, 64, K).shape == (2, 3, rows)
-    assert ops.linear(x[0, 0], packed, None, NF4, 64, K).shape == (rows,)
-    assert ops.linear(x[:0], packed, None, NF4, 64, K).shape == (0, 3, rows)
-    assert ops.linear(x, packed[:0], None, NF4, 64, K).shape == (2, 3, 0)
-    assert ops.linear_backward_input(x[..., :rows], packed, NF4, 64, K).shape == (2, 3, K)
-    assert torch.equal(ops.linear_backward_input(x[..., :0], packed[:0], NF4, 64, K), torch.zeros(2, 3, K))
-    strided = tokens_like((K, 6), torch.float32).T
-    assert_within(ops.linear(strided, packed[::2], None, NF4, 64, K), strided, weight[::2].T)
-    spread = torch.zeros(rows, 2 * packed.shape[1], dtype=torch.uint8)
-    spread[:, 1 : 1 + packed.shape[1]] = packed
-    assert_within(ops.linear(strided, spread[:, 1 : 1 + packed.shape[1]], None, NF4, 64, K), strided, weight.T)
-    one_off = torch.cat([torch.zeros(1, dtype=torch.uint8), packed.flatten()])[1:].view_as(packed)  # no alignment at all
-    bias = tokens_like((2 * rows,), torch.float32)[::2]
-    assert_within(ops.linear(strided, one_off, bias, NF4, 64, K), strided, weight.T, bias)
-
-
-def test_raw_ops_record_nothing_inside() -> None:
-    """A kernel that calls aten with grad mode on would add its own nodes to the graph of the registered formula."""
-    packed, weight = make(8, 64, NF4, 64)
-    x = tokens_like((64, 5), torch.float32).T.requires_grad_()  # not contiguous: the kernel copies it
-    grad = tokens_like((5, 8), torch.float32)
-    ops.linear(x, packed, None, NF4, 64, 64).backward(grad)
-    assert x.grad is not None
-    assert_within(x.grad, grad, weight)
-    g = tokens_like((8, 5), torch.float32).T.requires_grad_()
-    ops.linear_backward_input(g, packed, NF4, 64, 64).backward(x.detach())
-    assert g.grad is not None
-    assert_within(g.grad, x.detach(), weight.T)
-    assert torch.is_grad_enabled()
-
-
-def test_errors_name_the_argument() -> None:
-    packed, _ = make(8, 64, NF4, 64)
-    x = tokens_like((2, 64), torch.float32)
-    with pytest.raises(ValueError, match=r"linear: input's last dimension must be in_features=64, got shape \(2, 32\)"):
-        ops.linear(x[:, :32], packed, None, NF4, 64, 64)
-    with pytest.raises(ValueError, match=r"halfbyte::linear: bias must have shape \(8,\), got \(9,\)"):
-        ops.linear(x, packed, torch.zeros(9), NF4, 64, 64)
-    with pytest.raises(ValueError, match="bias must have input's dtype float32, got bfloat16"):
-        ops.linear(x, packed, torch.zeros(8, dtype=torch.bfloat16), NF4, 64, 64)
-    with pytest.raises(ValueError, match="was it quantized with another format"):
-        ops.linear(x, packed, None, INT8, 0, 64)
-    with pytest.raises(ValueError, match="grad_output's last dimension must be out_features=8"):
-        ops.linear_backward_input(x, packed, NF4, 64, 64)
-    with pytest.raises(ValueError, match="input must be float32, bfloat16 or float16, got float64"):
-        ops.linear(x.double(), packed, None, NF4, 64, 64)
-
-
-def _peak_kib() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("VmHWM:")[1].split()[0])
-
-
-def test_workspace_is_bounded_and_released() -> None:
-    ops.clear_workspace()
-    assert ops.workspace_bytes() == 0
-    K, copies = 1024, 64
-    packed, _ = make(256, K, NF4, 64)
-    packed = packed.repeat(copies, 1)  # 16384 rows: 64 MiB as fp32
-    x, grad = tokens_like((8, K), torch.float32), tokens_like((8, 256 * copies), torch.float32)
-    if Path("/proc/self/clear_refs").exists():
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM = what is resident now
-        before = _peak_kib()
-    for _ in range(2):
-        for tokens in (1, 8, 40):
-            ops.linear(x[:1].expand(tokens, K), packed, None, NF4, 64, K)
-            ops.linear_backward_input(grad[:1].expand(tokens, -1), packed, NF4, 64, K)
-    many = tokens_like((512, K), torch.float32)  # 2 threads keep what they prepare: 256 tokens, 1 MiB, backward less
-    ops.linear_backward_input(ops.linear(many, packed[:256], None, NF4, 64, K), packed[:256], NF4, 64, K)
-    kept = ops.workspace_bytes()
-    assert 0 < kept <= torch.get_num_threads() * 4 * 2**20
-    if Path("/proc/self/clear_refs").exists():
-        assert _peak_kib() - before < 32 * 1024, "a dense weight would be 64 MiB"
-    ops.clear_workspace()
-    assert ops.workspace_bytes() == 0
-    assert ops.linear(x, packed, None, NF4, 64, K).isfinite().all()
-
-
-def test_concurrent_calls_and_clears() -> None:
-    K, rows = 300, 120
-    packed, _ = make(rows, K, NF4, 64)
-    x = tokens_like((40, K), torch.float32)
-    expected = ops.linear(x, packed, None, NF4, 64, K)
-    wrong: list[str] = []
-    done = threading.Event()
-
-    def call() -> None:
-        for _ in range(30):
-            if not torch.equal(ops.linear(x, packed, None, NF4, 64, K), expected):
-                wrong.append("differs")
-
-    def clear() -> None:
-        while not done.is_set():
-            ops.clear_workspace()
-
-    callers = [threading.Thread(target=call) for _ in range(3)]
-    clearer = threading.Thread(target=clear)
-    for thread in (*callers, clearer):
-        thread.start()
-    for thread in callers:
-        thread.join()
-    done.set()
-    clearer.join()
-    assert not wrong
-    ops.clear_workspace()
-    assert ops.workspace_bytes() == 0  # ended threads took theirs along
 
 
 def test_everything_here_under_another_isa(other_isa: Any) -> None:
