@@ -123,7 +123,7 @@ _SCALE_KINDS = {
     "dq": _ScaleKind("-dq", 1, 1, 8),  # uint8 per block, then fp32 `step` and fp32 `low`
 }
 
-# name -> (codebook, scale kind), in the order of the ids
+# name -> (codebook, scale kind)
 _NAMES = {
     codebook + kind.suffix: (codebook, scales)
     for codebook, description in _CODEBOOKS.items()
@@ -211,15 +211,16 @@ class Format:
             return format
         if not isinstance(format, str):
             raise TypeError(f"Format.parse: format must be a Format or a string such as 'nf4'; got {format!r}")
-        name, colon, size = format.partition(":")
+        known = _KNOWN.get(format)
+        if known is not None:  # every format there is: what follows says what is wrong
+            return known
+        name, _, size = format.partition(":")
         if name not in _NAMES:
             raise ValueError(
                 f"Format.parse: format must be one of {', '.join(FORMATS)}, "
                 f"with an optional block size as in 'nf4:32'; got {format!r}"
             )
         codebook, scales = _NAMES[name]
-        if not colon:
-            return cls(codebook, _CODEBOOKS[codebook].default_block_size, scales)
         # "0" would say the row formats' own size and "064" another spelling of 64: one format, one string
         if not (size.isascii() and size.isdigit() and size[0] != "0"):
             raise ValueError(f"Format.parse: the block size after ':' must be a plain number; got {format!r}")
@@ -254,7 +255,7 @@ class Format:
     @property
     def id(self) -> int:
         """The int that stands for ``name`` in operator schemas."""
-        return FORMATS.index(self.name)
+        return _IDS[self.codebook, self.scales]
 
     @property
     def bits(self) -> int:
@@ -297,3 +298,13 @@ class Format:
     def __str__(self) -> str:
         default = _CODEBOOKS[self.codebook].default_block_size
         return self.name if self.block_size == default else f"{self.name}:{self.block_size}"
+
+
+_IDS = {_NAMES[name]: id for id, name in enumerate(FORMATS)}
+# By string, with and without the default block size. Ops parse one in every call, with caches that kernels have filled.
+_KNOWN = {
+    text: Format(codebook, size, scales)
+    for name, (codebook, scales) in _NAMES.items()
+    for size in _CODEBOOKS[codebook].block_sizes
+    for text in ((name,) if size == _CODEBOOKS[codebook].default_block_size else ()) + ((f"{name}:{size}",) if size else ())
+}

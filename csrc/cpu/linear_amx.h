@@ -47,10 +47,13 @@ inline TileOperand whole_tiles(const float* data, int64_t strip) { return {data,
   if constexpr (ROWS > 1) APPLY(2, sums + strip)         \
   if constexpr (ROWS > 1 && COLUMNS > 1) APPLY(3, sums + strip + kTileUnits)
 
-// What later products will read of the streamed operand, fetched to L2 meanwhile: `lines` of it in every step.
+// What is fetched to L2 in every step: `lines` of what later products will read of the streamed operand, and a line of each of `rows` rows
+// of the output, which a block's sums go to next. Stores that miss L2 would hold up the next block; all lines at once its first tiles.
 struct TileFetch {
   const float* run;
   int64_t lines;
+  const char* output = nullptr;
+  int64_t output_stride = 0, rows = 0;
 };
 
 // A tile whose rows follow one another, to L1.
@@ -99,6 +102,7 @@ inline void tile_block(const TileOperand& a, int64_t row, const TileOperand& b, 
     }
     if constexpr (COLUMNS > 1 && !kOnce) fetch_tile(b1 + b.step);
     for (int64_t i = 0; i < fetch.lines; ++i, fetch.run += kTileSide) prefetch_l2(fetch.run);
+    for (int64_t i = 0; i < fetch.rows; ++i, fetch.output += fetch.output_stride) prefetch_l2(fetch.output);
   }
 #define HALFBYTE_KEEP(t, at) { HALFBYTE_TILE_STORE(t, at, 64); }
   HALFBYTE_EACH_SUM(HALFBYTE_KEEP, sums.to, sums.to_strip)
@@ -117,11 +121,13 @@ inline void in_pairs(int64_t strips, const Body& body) {
 struct NoDone {
   template <int ROWS, int COLUMNS>
   void operator()(int64_t, int64_t, const float*) const {}
+  const char* line(int64_t, int64_t) const { return nullptr; }
 };
 
 // sums (tile after tile, strips of rows `sums_strip` floats apart) += a (rows strips) times b (columns strips) over `steps` tiles.
 // Two strips of a stay in L1 over all of b; kOnce: no part of b does. done, if there is one: the sums are complete then, and
-// done.operator()<ROWS, COLUMNS>(row, column, block) takes them instead, tile after tile, strips of rows COLUMNS tiles apart.
+// done.operator()<ROWS, COLUMNS>(row, column, block) takes them instead, tile after tile, strips of rows COLUMNS tiles apart, to where
+// done.line(row, column) is.
 template <bool kInteger, bool kOnce, class Done = NoDone>
 inline void tile_product(int64_t rows, int64_t columns, const TileOperand& a, const TileOperand& b, float* sums, int64_t sums_strip,
                          int64_t steps, bool first, TileFetch& fetch, const Done* done = nullptr) {
@@ -130,6 +136,7 @@ inline void tile_product(int64_t rows, int64_t columns, const TileOperand& a, co
     in_pairs(columns, [&]<int COLUMNS>(int64_t column) {
       float* const at = sums + row * sums_strip + column * kTileUnits;
       const TileSums places = done ? TileSums{at, block, sums_strip, COLUMNS * kTileUnits} : TileSums{at, at, sums_strip, sums_strip};
+      if (done) fetch.output = done->line(row, column);
       tile_block<kInteger, kOnce, ROWS, COLUMNS>(a, row, b, column, places, steps, first, fetch);
       if (done) done->template operator()<ROWS, COLUMNS>(row, column, block);
     });

@@ -115,6 +115,27 @@ inline void store_tile_sums(const float* block, int64_t rows, int64_t left, cons
   }
 }
 
+// What `tile_product` does with complete sums of `tokens` tokens and `columns` columns; `output`: null, if they are none yet.
+template <class Product>
+struct StoreTiles {
+  const LinearOutput* output;
+  int64_t tokens, columns, element_bytes = output ? output->element_bytes() : 0, row_bytes = output ? output->stride * element_bytes : 0;
+
+  const char* line(int64_t row, int64_t column) const {
+    return static_cast<const char*>(output->data) + (row * row_bytes + column * element_bytes) * kTileSide;
+  }
+  template <int ROWS, int COLUMNS>
+  void operator()(int64_t row, int64_t column, const float* block) const {
+    const int64_t m0 = row * kTileSide, c0 = column * kTileSide, rows = tokens - m0, left = columns - c0;
+    const LinearOutput to = output->from(m0, c0);
+    with_elements(to.bias, to.dtype, [&]<class T>(const T* bias) {
+      const int64_t some = rows < ROWS * kTileSide ? rows : ROWS * kTileSide;
+      if (bias) store_tile_sums<Product, T, true, COLUMNS>(block, some, left, bias, static_cast<T*>(to.data), to.stride);
+      else store_tile_sums<Product, T, false, COLUMNS>(block, some, left, nullptr, static_cast<T*>(to.data), to.stride);
+    });
+  }
+};
+
 template <class Product>
   requires kOnTiles<Product>
 struct ColumnLayout<Product> {
@@ -152,17 +173,11 @@ struct ColumnLayout<Product> {
       fetch.lines = (4 * kTileSide + columns_of_tiles - 1) / columns_of_tiles;
       fetch.run = a.at(2);
     }
-    const auto store = [&]<int ROWS, int COLUMNS>(int64_t row, int64_t column, const float* block) {
-      const int64_t m0 = row * kTileSide, c0 = column * kTileSide, rows = tokens - m0, left = columns - c0;
-      const LinearOutput to = output->from(m0, c0);
-      with_elements(to.bias, to.dtype, [&]<class T>(const T* bias) {
-        const int64_t some = rows < ROWS * kTileSide ? rows : ROWS * kTileSide;
-        if (bias) store_tile_sums<Product, T, true, COLUMNS>(block, some, left, bias, static_cast<T*>(to.data), to.stride);
-        else store_tile_sums<Product, T, false, COLUMNS>(block, some, left, nullptr, static_cast<T*>(to.data), to.stride);
-      });
-    };
+    const int64_t steps = count / kTileSide;
+    const StoreTiles<Product> store{output, tokens, columns};
+    if (output) fetch.output_stride = store.row_bytes, fetch.rows = (2 * kTileSide + steps - 1) / steps;
     tile_product<false, true>(strips_of(tokens), columns_of_tiles, a, whole_tiles(panel, kTileSide * shape.padded_units()), sums,
-                              shape.columns * kTileSide, count / kTileSide, first, fetch, output ? &store : nullptr);
+                              shape.columns * kTileSide, steps, first, fetch, output ? &store : nullptr);
   }
 };
 #endif
