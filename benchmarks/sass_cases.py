@@ -184,7 +184,7 @@ CASES = [
         Case(
             name=f"{op} {name} bf16, M = {tokens}, wgmma",
             file=file,
-            symbol=f"wgmma_kernelI.*{weights}E{BF16}Lb{int('dq' in name)}ELi{tokens}E",
+            symbol=rf"wgmma_kernelI.*{weights}I{BF16}Lb{int('dq' in name)}ELi\dEEE.*Li{tokens}E",
             unit="HGMMA",
             elements=8,
             bytes=0.5625,
@@ -196,10 +196,10 @@ CASES = [
         )
         for op, (file, weights), name, tokens, note in (
             (*FORWARD, "nf4", 128, "two floats looked up, two products, a conversion make two weights; half of the slots."),
-            (*FORWARD, "nf4", 256, "shared memory and L2 come first (linear_wgmma.cu); one CTA, 216 KB, all dynamic."),
+            (*FORWARD, "nf4", 256, "shared memory comes first (linear_wgmma.cu); one CTA, all its shared memory dynamic."),
             (*FORWARD, "nf4-dq", 256, "as nf4, plus two scales' decoding a step."),
             (*BACKWARD, "nf4", 128, "as the forward, plus the interleaving of two rows' nibbles and a scale for each row."),
-            (*BACKWARD, "nf4", 256, "shared memory and L2 come first here too; one CTA, 219 KB, all dynamic."),
+            (*BACKWARD, "nf4", 256, "shared memory and L2 come first here too; one CTA, all its shared memory dynamic."),
             (*BACKWARD, "nf4-dq", 256, "as nf4, plus 16 scales' decoding a step."),
         )
     ),

@@ -28,10 +28,12 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
   Tensor output = torch::stable::new_empty(x, with_last_size(input, N), x.scalar_type());
   if (M == 0 || N == 0) return output;
   const DType dtype = checked_dtype(op, "input", x.scalar_type());
-  Tensor tokens = torch::stable::new_empty(x, {M, layout.row_bytes}, ScalarType::Byte);
+  const bool int_mm = takes_int_mm({M, N, in_features}), few = int_mm && M < kIntMMRows;
+  Tensor tokens = torch::stable::new_empty(x, {few ? kIntMMRows : M, layout.row_bytes}, ScalarType::Byte);
+  if (few) torch::stable::zero_(tokens);
   scope.check(launch_quantize(x.const_data_ptr(), dtype, nullptr, M, layout, tokens.mutable_data_ptr<uint8_t>(), scope.stream()));
   std::optional<Tensor> sums;
-  if (takes_int_mm({M, N, in_features})) {
+  if (int_mm) {
     Tensor codes = codes_of(weight, layout);
     sums = aten_int_mm(codes_of(tokens, layout), torch::stable::transpose(codes, 0, 1));
   }

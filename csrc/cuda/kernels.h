@@ -72,6 +72,7 @@ struct PackedProduct {
 };
 int64_t linear_small_splits(int64_t N, int64_t K);
 cudaError_t launch_linear_small(const PackedProduct& product, cudaStream_t stream);
+cudaError_t launch_linear_single(const PackedProduct& product, cudaStream_t stream);  // of one row; launch_linear_small calls it
 int64_t linear_tiled_splits(int64_t N, int64_t K);
 cudaError_t launch_linear_tiled(const PackedProduct& product, cudaStream_t stream);
 bool linear_wgmma_available();  // the current device has wgmma, and this build has the kernel

@@ -18,7 +18,8 @@
 //   issue slots     399   444    521    instructions of two warps (benchmarks/sass_counts.py; -dq: 546, 595, 667)
 // So L2 comes first, as in linear_wgmma.cu. Decoding into shared memory for a transposed operand (A from shared memory) needs no
 // interleaving, but 128 cycles to write 16 KB of weights and 128 to read them.
-// ptxas: 128 to 232 registers, no spills; shared memory for 64, 128, 192 and 256 rows: 138, 202, 208 and 219 KB.
+// ptxas: 134 to 250 registers, no spills. One group a CTA: with two, 128 registers a thread are too few, and reloads of spilled ones wait
+// behind copies (an H100, 128 rows of 14336 x 4096: 72 us instead of 52).
 #include "wgmma_pipeline.h"
 
 namespace halfbyte::cuda {
@@ -26,11 +27,12 @@ namespace {
 
 // Codes of a stage: 64 bytes of each of 64 rows; scales: a word for each unit of 16 bytes, or the word that has the bytes of all
 // 4, step and low of -dq. Of rows past N scales are 0, and so are the weights. Columns past K have any; their sums are not stored.
-template <class T, bool DQ>
+template <class T, bool DQ, int Groups>
 class ColumnWeights {
  public:
   static constexpr int kPitch = int(kSmallChunk) + 8;  // words of a kind of scales: the filling threads' 4 x 8 are all banks
-  static constexpr int kScaleBytes = (DQ ? 3 : 4) * kPitch * 4;
+  static constexpr int kGroups = Groups, kThreads = Groups * kGroupThreads, kSteps = Groups;
+  static constexpr int kStepScales = (DQ ? 3 : 4) * kPitch * 4, kScaleBytes = kSteps * kStepScales;
   HALFBYTE_HD static constexpr int place(int output) {
     const int warp = output / 32, g = output / 4 % 8, warpgroup = output / 2 % 2;
     return 64 * warpgroup + 16 * warp + 8 * (output % 2) + g;
@@ -48,20 +50,23 @@ class ColumnWeights {
     const int64_t words = a.layout.scales_offset + (DQ ? unit_ - 1 : int(column >> a.block_shift)) * 4;
     scales_ = kept(row + (DQ && unit_ == 0 ? a.layout.code_bytes + ((first >> a.block_shift) & ~3u) : words));
     codes_at_ = row_ * kRow + (unit_ ^ (row_ / 2 % 4)) * 16;  // 8 rows' units are all 8 places of a line
-    const int mine = thread / 32 % 4;
+    scales_at_ = row_ / int(kSmallChunk) * kStepScales + (unit_ * kPitch + row_ % int(kSmallChunk)) * 4;
+    const int mine = thread / 32 % 4;  // a warp's unit
     from_ = lane * kRow + (mine ^ (lane / 2 % 4)) * 16;
     scales_from_ = (DQ ? 0 : mine * kPitch) + lane % 4 * 2;
-    bytes_ = 0x6240u + 0x1111u * uint32_t(thread / 128);
+    bytes_ = 0x6240u + 0x1111u * uint32_t(thread / 128 % 2);
     if constexpr (DQ) byte_ = 0x7440u + ((first + uint32_t(32 * mine)) >> a.block_shift) % 4;
   }
-  __device__ void fill(const WgmmaArgs& a, uint8_t* codes, uint8_t* scales, int step) const {
+  __device__ void fill(const WgmmaArgs& a, uint8_t* codes, uint8_t* scales, int step, bool wanted) const {
     const bool within = step * int(kSmallChunk) + row_ < a.N;
     const int64_t ahead = within ? step * kSmallChunk * a.layout.row_bytes : 0;
-    copy_async(codes + codes_at_, codes_ + ahead, within && exists_);
-    if (!DQ || unit_ < 3) copy_async_4(scales + (unit_ * kPitch + row_) * 4, scales_ + ahead, within && (DQ || exists_));
+    copy_async(codes + codes_at_, codes_ + ahead, within && exists_, wanted);
+    if (!DQ || unit_ < 3) copy_async_4(scales + scales_at_, scales_ + ahead, within && (DQ || exists_), wanted);
   }
-  __device__ void decode(const WgmmaArgs&, const PairTable& table, const uint8_t* codes, const uint8_t* scales, int,
+  __device__ void decode(const WgmmaArgs&, const PairTable& table, const uint8_t* codes, const uint8_t* scales, int step,
                          uint32_t (&w)[kChunkSteps][4]) const {
+    codes += step % kSteps * kStepCodes;
+    scales += step % kSteps * kStepScales;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       uint32_t rows[4];  // 32 half + 8 i + 2 t in the lower half, + 2 t + 1 in the upper
@@ -99,7 +104,7 @@ class ColumnWeights {
   }
 
   const uint8_t *codes_, *scales_;
-  int row_, unit_, codes_at_, from_, scales_from_;
+  int row_, unit_, codes_at_, scales_at_, from_, scales_from_;
   uint32_t bytes_, byte_;  // selectors of the warpgroup's bytes, of the block's byte in its word
   bool exists_;
 #endif
@@ -110,7 +115,7 @@ class ColumnWeights {
 int64_t linear_backward_wgmma_splits(int64_t N, int64_t K) { return backward_wgmma_splits(N, K, multiprocessors()); }
 
 cudaError_t launch_linear_backward_wgmma(const PackedProduct& p, cudaStream_t stream) {
-  return launch_wgmma<ColumnWeights>(p, product_args(p, p.layout.in_features, p.N, kSmallChunk, 1), p.N, stream);
+  return launch_wgmma<ColumnWeights, 0>(p, product_args(p, p.layout.in_features, p.N, kWgmmaQuad, 1), p.N, stream);
 }
 
 }  // namespace halfbyte::cuda

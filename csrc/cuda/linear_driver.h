@@ -1,6 +1,6 @@
 // What the fronts of linear and lora_linear share on CUDA.
 //
-// linear_route.h chooses: a kernel multiplies packed rows as they are, up to kWgmmaM or kTiledM rows of input (kBackwardWgmmaM or
+// linear_route.h chooses: a kernel multiplies packed rows as they are, up to kWgmmaLargeM or kTiledM rows of input (kBackwardWgmmaM or
 // kBackwardM in backward); otherwise the weight is decoded by one launch into a buffer of torch's caching allocator and multiplied
 // by aten. The buffer lives for the call only: a workspace kept between calls would be written by one stream while another still
 // reads it, and would dangle in a captured graph.
@@ -115,7 +115,7 @@ inline bool packed_product(const char* op, PackedKernel (*choose)(const LinearPr
 // output (M, N) = input (M, K) @ packed^T + addend, (N,) or output itself: what the product's own accumulation starts from.
 inline void linear_into(const char* op, const Tensor& input, const Tensor& packed, const std::optional<Tensor>& addend,
                         const RowLayout& layout, const Tensor& output) {
-  if (packed_product(op, linear_kernel, kWgmmaM, kForward, input, packed, addend, layout, output)) return;
+  if (packed_product(op, linear_kernel, kWgmmaLargeM, kForward, input, packed, addend, layout, output)) return;
   const Tensor weight = dense_weight(op, packed, layout, input.scalar_type());
   addmm_out(op, output, addend ? *addend : output, input, transposed(weight), addend ? 1 : 0, 1);
 }

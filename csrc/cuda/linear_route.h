@@ -10,7 +10,7 @@
 namespace halfbyte::cuda {
 
 enum class LinearRoute : int32_t {
-  kSmall = 0,  // linear_small.cu: weights decoded straight into tensor core fragments, read once, never written
+  kSmall = 0,  // linear_small.cu, linear_single.cu: weights decoded straight into tensor core fragments, read once, never written
   kTiled = 1,  // linear_tiled.cu: the same for more rows of input. Backward: linear_backward.cu in both, with fewer CTAs here
   kDense = 2,  // one launch decodes the weight into a buffer of torch's allocator, then aten
   kWgmma = 3,  // linear_wgmma.cu: as kTiled, with the tensor core instructions of compute capability 9.0. Backward:
@@ -35,12 +35,12 @@ constexpr int64_t kSmallM = 16;
 // M = 32, 64, 128, 192, 256, for tiled and for decoding + cuBLAS: 33, 45, 73, 115, 146 against 101, 101, 103, 105, 108; of 4096 x 4096:
 // 14, 18, 27, 44, 56 against 24, 25, 28, 30, 32.
 constexpr int64_t kTiledM = 128;
-// Where there is wgmma, kBesideWgmmaM is the tiled kernel's largest M and kWgmmaM the wgmma kernel's. Measured as above, wgmma at M =
-// 32, 64, 128, 192, 256, 384, 512: 41, 44, 52, 63, 73, 126, 145 where decoding + cuBLAS takes 120 and 144 at 384 and 512; of 4096 x
-// 4096: 15, 16, 21, 26, 30, 47, 59 (34 and 38); of 4096 x 14336: 37, 40, 48, 60, 69, 119, 139 (135 and 132). Two tiles of rows of input
-// make two waves: at 384 and 512 it wins for some shapes and loses for others.
-constexpr int64_t kBesideWgmmaM = 64;
-constexpr int64_t kWgmmaM = 256;
+// Where there is wgmma, kBesideWgmmaM is the tiled kernel's largest M and kWgmmaM the wgmma kernel's, kWgmmaLargeM of weights that
+// leave an H100's L2 once they are decoded: there decoding + cuBLAS takes memory's time twice more. benchmarks/README.md ("gpu": linear
+// by route) has the times of each route, of 14336 x 4096, 4096 x 4096 and 4096 x 14336.
+constexpr int64_t kBesideWgmmaM = 32;
+constexpr int64_t kWgmmaM = 256, kWgmmaLargeM = 512;
+constexpr int64_t kLargeWeight = int64_t(1) << 25;  // elements
 // Largest M of backward's kernel, which is all that it can take; where there is wgmma it takes no more than kSmallM. Measured on an
 // H100 as above, in us at M = 32: 50, 36 by wgmma, 100 for decoding + cuBLAS. (A form for up to 128, which decoded once for each 32
 // rows, took 89 and, of 4096 x 14336, 113 at M = 64, where wgmma takes 38 and 46 and decoding + cuBLAS 102: L1's data path.)
@@ -54,6 +54,8 @@ constexpr int64_t kSmallChunk = 64;
 // Backward's wgmma kernel copies 16 bytes of packed and of gradients at a time.
 inline bool has_backward_wgmma(const LinearProblem& p) { return p.wgmma && p.packed_width >= 16 && p.input_width >= 16; }
 
+inline int64_t most_wgmma(const LinearProblem& p) { return p.N * p.K > kLargeWeight ? kWgmmaLargeM : kWgmmaM; }
+
 // A reason why none of the kernels can take a problem.
 struct Obstacle {
   const char* name;
@@ -63,7 +65,7 @@ inline constexpr Obstacle kLinearObstacles[] = {
     {"nothing to multiply", [](const LinearProblem& p) { return p.M < 1; }},
     // Past it the decoded weight is read often enough to pay for itself, and cuBLAS has the faster tensor core instructions.
     {"M is past kTiledM", [](const LinearProblem& p) { return p.M > kTiledM && !p.wgmma && !p.forced; }},
-    {"M is past kWgmmaM", [](const LinearProblem& p) { return p.M > kWgmmaM && p.wgmma && !p.forced; }},
+    {"M is past kWgmmaM", [](const LinearProblem& p) { return p.M > most_wgmma(p) && p.wgmma && !p.forced; }},
     {"nothing to compute", [](const LinearProblem& p) { return p.N < 1; }},
     // One byte of the row formats is one weight: another fragment layout.
     {"not a 4-bit format", [](const LinearProblem& p) { return !is_4bit(p.format); }},
@@ -161,27 +163,29 @@ constexpr int64_t backward_splits(int64_t N, int64_t K, int64_t multiprocessors,
 }
 
 // How the tiled and the wgmma kernel cover (N, K): a CTA, one a multiprocessor, owns 256 or 128 rows and a contiguous range of
-// chunks. The number of ranges is the one that is done first. Nothing depends on M: a row of input gives the same bits in every
-// batch that takes this way.
+// chunks. The number of ranges is the one that is done first. It does not depend on M: a row of input gives the same bits in every
+// batch that takes this way (by wgmma: up to 128 rows in a tile, whose two groups add their sums, and past it).
 constexpr int64_t kTiledRows = 256;
 constexpr int64_t kWgmmaRows = 128;
 constexpr int64_t kWgmmaTokens = 256;  // rows of input a CTA at most
+constexpr int64_t kWgmmaQuad = 4 * kSmallChunk;  // of the reduction: what is copied at a time, and what ranges are made of
 
 // Counted in chunks of a CTA: its waves of CTAs take their chunks and `start`, and with several ranges `sums` more a CTA to write
-// and read its sums through L2, and once `second` for the second launch.
+// and read its sums through L2, and once `second` for the second launch. Ranges are made of `unit` chunks.
 struct SplitCosts {
-  int64_t start, sums, second;
+  int64_t unit, start, sums, second;
 };
-constexpr SplitCosts kTiledCosts{2, 5, 5};  // a chunk is 0.6 us at M = 64
-constexpr SplitCosts kWgmmaCosts{4, 8, 6};  // 0.45 us at M = 128, 0.7 at 256; the start fills a larger table and ring
+constexpr SplitCosts kTiledCosts{1, 2, 5, 5};  // a chunk is 0.6 us at M = 64
+// 0.55 us at M = 64, 0.7 at 128, 1.0 at 256; the start fills a larger table and ring.
+constexpr SplitCosts kWgmmaCosts{kWgmmaQuad / kSmallChunk, 4, 8, 6};
 
 constexpr int64_t least_splits(int64_t tiles, int64_t K, int64_t multiprocessors, const SplitCosts& costs) {
-  const int64_t chunks = K / kSmallChunk;
+  const int64_t units = (K / kSmallChunk + costs.unit - 1) / costs.unit;
   int64_t best = 1, least = 0;
-  for (int64_t wanted = 1; wanted <= chunks && wanted <= 64; ++wanted) {
-    const int64_t length = (chunks + wanted - 1) / wanted, splits = (chunks + length - 1) / length;  // none is empty
+  for (int64_t wanted = 1; wanted <= units && wanted <= 64; ++wanted) {
+    const int64_t length = (units + wanted - 1) / wanted, splits = (units + length - 1) / length;  // none is empty
     const int64_t waves = (tiles * splits + multiprocessors - 1) / multiprocessors;
-    const int64_t cost = waves * (length + costs.start + (splits > 1 ? costs.sums : 0)) + (splits > 1 ? costs.second : 0);
+    const int64_t cost = waves * (length * costs.unit + costs.start + (splits > 1 ? costs.sums : 0)) + (splits > 1 ? costs.second : 0);
     if (wanted == 1 || cost < least) best = splits, least = cost;
   }
   return best;

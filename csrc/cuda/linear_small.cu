@@ -1,4 +1,5 @@
-// linear for M = 1..16 rows of bf16 or fp16 input: packed weights go straight into tensor core fragments (linear_steps.h).
+// linear for M = 2..16 rows of bf16 or fp16 input (one: linear_single.cu): packed weights go straight into tensor core fragments
+// (linear_steps.h).
 //
 // A byte becomes two 16-bit values by a table of 256 words, replicated per bank (32 KB): no conflict, and 1 instruction a weight
 // with the address (LaneTable). 4 steps a warp are loaded ahead, the next tile's before this one's sums meet: 2 KB a warp, 32 KB
@@ -196,6 +197,7 @@ KernelChoice<SmallArgs> choose(int rows) {
 int64_t linear_small_splits(int64_t N, int64_t K) { return small_plan(N, K, multiprocessors()).splits; }
 
 cudaError_t launch_linear_small(const PackedProduct& p, cudaStream_t stream) {
+  if (p.M == 1) return launch_linear_single(p, stream);
   const SmallPlan plan = small_plan(p.N, p.layout.in_features, multiprocessors());
   const SmallArgs args{linear_args(p), uint32_t(plan.tiles)};
   const cudaError_t error =

@@ -1,4 +1,4 @@
-// linear for M = 17..128 rows of bf16 or fp16 input, 17..64 where there is wgmma (linear_route.h: kTiledM, kBesideWgmmaM): packed
+// linear for M = 17..128 rows of bf16 or fp16 input, 17..32 where there is wgmma (linear_route.h: kTiledM, kBesideWgmmaM): packed
 // weights go straight into tensor core fragments (linear_steps.h) and meet all rows of input there.
 //
 //   a CTA: 256 rows of packed (8 warps x 32) x up to 128 rows of input x a range of K (one split)

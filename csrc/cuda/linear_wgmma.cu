@@ -1,74 +1,87 @@
-// linear for 65..256 rows of bf16 or fp16 input on compute capability 9.0 (linear_route.h: kWgmmaM), by wgmma_pipeline.h: an
-// output is a row of packed. (Scales on the sums, as in linear_tiled.cu, would need sums per block: 64 x 256 of them are 128
-// registers a thread already.)
+// linear for 33..256 rows of bf16 or fp16 input on compute capability 9.0, 512 of large weights (linear_route.h: kWgmmaM), by
+// wgmma_pipeline.h: an output is a row of packed. (Scales on the sums, as in linear_tiled.cu, would need sums per block: 64 x 256 of
+// them are 128 registers a thread already.)
 //
-// Lane 4 g + t needs byte t of every word of codes of its rows g and g + 8: four lanes read the same 16 bytes, in one access.
+// Lane 4 g + t needs byte t of every word of codes of its rows g and g + 8: four lanes read the same 16 bytes, in one access. Codes and
+// scales are copied a quad of 4 steps at a time: a row's codes are a line then, and its scales one copy. A copy of a step's 32 bytes
+// costs as much as that of the line, and the scales of 128 rows 128 lines: 256 of the 804 wavefronts of 64 rows of input were theirs.
 //
-// What limits it, in cycles of a multiprocessor for a step (128 x 64 weights) of 64, 128 or 256 rows of input:
-//   tensor cores    256   512   1024    128 x 64 x rows / 2048
-//   shared memory   548   740   1124    256 of look-ups (8 bytes for 2 weights), 64 of codes, 128 / 256 / 512 of B, read by both
-//                                       warpgroups, 100 / 164 / 292 of writing input, codes and scales
-//   L2              449   737   1311    12.5, 20.5, 36.5 KB at 28.5 bytes: 112 multiprocessors and an assumed 5.6 TB/s
-//   issue slots     347   392    469    instructions of two warps (benchmarks/sass_counts.py)
-// So shared memory and L2 come before the tensor cores, by about a quarter at 256 rows; a cluster of CTAs that share their input (a
-// multicast) would lift the second. On an H100 a step takes 1220, 1450 and 2010 cycles (benchmarks/README.md, "gpu": linear by route,
-// 14336 x 4096, at 1.755 GHz), the start and the sums' way out in them: each warp waits for its own results, and 2 of them a scheduler
-// are too few (csrc/README.md).
+// What limits it is L1's data path. Wavefronts (cycles of it) for a step of 128 x 64 weights of 64, 128 or 256 rows of input, as `ncu`
+// counts them on an H100, beside what else takes cycles there:
+//   look-ups            256   256   256    8 bytes for 2 weights
+//   B                   128   256   512    read by both warpgroups of a step
+//   copies              128   192   320    input 64 / 128 / 256, codes 32, scales 32
+//   codes, scales, sums 100   116   116    read by the decoding lanes; the sums' way out, shared out over 64 steps
+//   together            612   820  1204
+//   tensor cores        256   512  1024    128 x 64 x rows / 2048
+//   L2                  449   737  1311    12.5, 20.5, 36.5 KB at 28.5 bytes: 112 multiprocessors and an assumed 5.6 TB/s
+// A step takes about 960, 1270 and 1840 cycles (14336 x 4096 at 1.755 GHz, start and end of the kernel in them). Copies by the bulk
+// tensor engine would take input off that path, and a cluster that shares it off L2's.
 #include "wgmma_pipeline.h"
 
 namespace halfbyte::cuda {
 namespace {
 
-// Codes of a stage: 32 bytes of each of 128 rows of packed; scales: a word of each. Rows past N repeat the last one; their sums
-// are not stored.
-template <class T, bool DQ>
+// A quad: 128 bytes of codes of each of 128 rows of packed, and the 16 bytes (-dq: 4) that have its scales. Rows past N repeat the last
+// one; their sums are not stored.
+template <class T, bool DQ, int Groups>
 class RowWeights {
  public:
-  static constexpr int kScaleBytes = int(kWgmmaRows) * 4;
+  static constexpr int kGroups = Groups, kThreads = Groups * kGroupThreads, kSteps = 4;
+  static constexpr int kRowScales = DQ ? 4 : 16;
+  static constexpr int kScaleBytes = int(kWgmmaRows) * kRowScales;
   HALFBYTE_HD static constexpr int place(int output) { return output; }
 
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(HALFBYTE_EMULATE_CUDA)
-  __device__ RowWeights(const WgmmaArgs& a, uint32_t first) {
-    const auto row_of = [&](int r) {
-      const uint32_t n = first + uint32_t(r), N = uint32_t(a.N);
-      return a.packed + int64_t(n < N ? n : N - 1) * a.layout.row_bytes;
-    };
-    const int thread = int(threadIdx.x), filled = thread / 2, half = thread % 2, g = thread % 32 / 4;
-    codes_ = kept(row_of(filled) + half * 16);
-    codes_at_ = filled * kRow + (half ^ (filled / 4 % 2)) * 16;  // 8 rows' units are all 8 places of a line
-    scales_ = kept(row_of(thread % int(kWgmmaRows)) + (DQ ? a.layout.code_bytes : a.layout.scales_offset));
-    row_ = thread / 32 * 16 + g;
-    first_unit_ = g / 4 * 16;
+  __device__ RowWeights(const WgmmaArgs& a, uint32_t first) : first_(first) {
+    const int thread = int(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) codes_[i] = units_to(a, thread / kUnits + i * kCopiedRows) + uint32_t(thread % kUnits);
+    scales_ = units_to(a, copied_scale(thread));
+    row_ = thread % kGroupThreads / 32 * 16 + thread % 32 / 4;
     if constexpr (DQ) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
-        const float* constants = reinterpret_cast<const float*>(row_of(row_ + 8 * i) + a.layout.scales_offset);
+        const float* constants = reinterpret_cast<const float*>(tile(a) + units_to(a, row_ + 8 * i) * int64_t(16) + a.layout.scales_offset);
         step_[i] = constants[0];
         low_[i] = constants[1];
       }
     }
   }
-  __device__ void fill(const WgmmaArgs& a, uint8_t* codes, uint8_t* scales, int step) const {
-    copy_async(codes + codes_at_, codes_ + step * int64_t(kRow), true);
-    if (threadIdx.x < kWgmmaRows) {
-      const uint32_t block = uint32_t(step) >> a.block_shift;  // -dq: the word that holds the block's byte
-      copy_async_4(scales + int(threadIdx.x) * 4, scales_ + (DQ ? block & ~3u : block * 4), true);
+  __device__ void fill(const WgmmaArgs& a, uint8_t* codes, uint8_t* scales, int step, bool wanted) const {
+    const int thread = int(threadIdx.x);
+#pragma unroll
+    for (int i = 0; i < kCopies; ++i) {
+      const int row = thread / kUnits + i * kCopiedRows, unit = thread % kUnits;  // 8 rows' units are all 8 places of a line
+      const int at = step * kStepRow;
+      copy_async(codes + row * kRow + (unit ^ (row % 8)) * 16, tile(a) + codes_[i] * int64_t(16) + at,
+                 at + unit * 16 < a.layout.code_bytes, wanted);
+    }
+    if (thread % 32 < kScaleLanes) {
+      const uint32_t block = (uint32_t(step) >> a.block_shift) & ~3u;
+      const uint8_t* const row = tile(a) + scales_ * int64_t(16);
+      uint8_t* const to = scales + copied_scale(thread) * kRowScales;
+      if constexpr (DQ) copy_async_4(to, row + a.layout.code_bytes + block, true, wanted);
+      else copy_async(to, row + a.layout.scales_offset + block * 4, true, wanted);
     }
   }
   __device__ void decode(const WgmmaArgs& a, const PairTable& table, const uint8_t* codes, const uint8_t* scales, int step,
                          uint32_t (&w)[kChunkSteps][4]) const {
-    const uint32_t* const words = reinterpret_cast<const uint32_t*>(scales) + row_;
+    const uint32_t block = uint32_t(step) >> a.block_shift & 3u;  // of those that the quad's copy has
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float scale = bits_float(words[8 * i]);
+      float scale;
       if constexpr (DQ) {
-        const uint32_t byte = (uint32_t(step) >> a.block_shift) % 4;
-        scale = fma_rn(float(words[8 * i] >> (8 * byte) & 255u), step_[i], low_[i]);
+        const uint32_t word = reinterpret_cast<const uint32_t*>(scales)[row_ + 8 * i];
+        scale = fma_rn(float(word >> (8 * block) & 255u), step_[i], low_[i]);
+      } else {
+        scale = reinterpret_cast<const float*>(scales)[(row_ + 8 * i) * 4 + int(block)];
       }
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const uint4 unit = *reinterpret_cast<const uint4*>(codes + (row_ + 8 * i) * kRow + (first_unit_ ^ (16 * half)));
-        const uint32_t word[4] = {unit.x, unit.y, unit.z, unit.w};  // of elements 32 half + 8 j .. + 7
+        const int unit = (step % 4 * 2 + half) ^ (row_ % 8);
+        const uint4 codes16 = *reinterpret_cast<const uint4*>(codes + (row_ + 8 * i) * kRow + unit * 16);
+        const uint32_t word[4] = {codes16.x, codes16.y, codes16.z, codes16.w};  // of elements 32 half + 8 j .. + 7
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const float2 pair = table.at(word[j]);
@@ -79,9 +92,20 @@ class RowWeights {
   }
 
  private:
-  static constexpr int kRow = int(kSmallChunk) / 2;
-  const uint8_t *codes_, *scales_;
-  int codes_at_, row_, first_unit_;
+  static constexpr int kStepRow = int(kSmallChunk) / 2, kRow = kSteps * kStepRow, kUnits = kRow / 16;  // of a row: bytes, copies
+  static constexpr int kCopiedRows = kThreads / kUnits, kCopies = int(kWgmmaRows) / kCopiedRows;
+  static constexpr int kScaleLanes = int(kWgmmaRows) / (kThreads / 32);  // every warp copies scales: each is a line of its own
+  // The row whose scales a thread copies, of the first kScaleLanes of a warp.
+  __device__ static int copied_scale(int thread) { return thread / 32 * kScaleLanes + thread % kScaleLanes; }
+  __device__ const uint8_t* tile(const WgmmaArgs& a) const { return a.packed + int64_t(first_) * a.layout.row_bytes; }
+  // Units of 16 bytes from there to a row, or to the last one: 32 bits do, and no thread keeps a pointer.
+  __device__ uint32_t units_to(const WgmmaArgs& a, int row) const {
+    const uint32_t last = uint32_t(a.N) - 1 - first_;
+    return (uint32_t(row) < last ? uint32_t(row) : last) * uint32_t(a.layout.row_bytes / 16);
+  }
+
+  uint32_t first_, codes_[kCopies], scales_;
+  int row_;
   float step_[2], low_[2];  // -dq
 #endif
 };
@@ -99,7 +123,8 @@ bool linear_wgmma_available() {
 int64_t linear_wgmma_splits(int64_t N, int64_t K) { return wgmma_splits(N, K, multiprocessors()); }
 
 cudaError_t launch_linear_wgmma(const PackedProduct& p, cudaStream_t stream) {
-  return launch_wgmma<RowWeights>(p, linear_args(p), p.layout.in_features, stream);
+  return launch_wgmma<RowWeights, 128>(p, product_args(p, p.N, p.layout.in_features, kWgmmaQuad, kSmallChunk),
+                                       p.layout.in_features, stream);
 }
 
 }  // namespace halfbyte::cuda

@@ -129,15 +129,15 @@ __device__ inline void load_matrices_transposed(const void* row, uint32_t (&d)[4
 // cp.async: 16 bytes from global to shared memory, both 16-byte aligned, past L1; L2 fetches the whole line, as in load_once. Zeros
 // where `there` is false (src-size 0: then `from` is not read). A thread's copies since its last commit are a group; wait<N> returns
 // once all but its last N groups have arrived, which other threads see after a barrier.
-__device__ inline void copy_async(void* to, const void* from, bool there) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;"
-               :: "r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0)
+__device__ inline void copy_async(void* to, const void* from, bool there, bool wanted = true) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;}"
+               :: "r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 16 : 0), "r"(int(wanted))
                : "memory");
 }
 // 4 bytes, through L1.
-__device__ inline void copy_async_4(void* to, const void* from, bool there) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;"
-               :: "r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 4 : 0)
+__device__ inline void copy_async_4(void* to, const void* from, bool there, bool wanted = true) {
+  asm volatile("{.reg .pred p; setp.ne.b32 p, %3, 0; @p cp.async.ca.shared.global [%0], [%1], 4, %2;}"
+               :: "r"(uint32_t(__cvta_generic_to_shared(to))), "l"(from), "r"(there ? 4 : 0), "r"(int(wanted))
                : "memory");
 }
 __device__ inline void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }

@@ -22,7 +22,8 @@ _BLOCK_TOKENS = 512  # kLinearTokens of csrc/cpu
 
 _SMALL_M, _TILED_M, _BACKWARD_M = 16, 128, 32
 # Where the device has wgmma: the tiled kernel's largest M, and the wgmma kernels'.
-_BESIDE_WGMMA_M, _WGMMA_M, _BACKWARD_WGMMA_M = 64, 256, 256
+_BESIDE_WGMMA_M, _WGMMA_M, _WGMMA_LARGE_M, _BACKWARD_WGMMA_M = 32, 256, 512, 256
+_LARGE_WEIGHT = 1 << 25  # elements
 _CHUNK = 64  # elements of a step of the forward kernels
 _H200 = 132, (9, 0)  # multiprocessors and compute capability, where no GPU says otherwise
 
@@ -32,7 +33,8 @@ def linear_bytes(tokens: int, rows: int, columns: int, format: int, block_size: 
     takes = format < 4 and block_size >= _CHUNK and columns % _CHUNK == 0 and dtype != torch.float32
     multiprocessors, capability = _device()
     wgmma = capability == (9, 0)
-    if takes and 1 <= tokens <= (_WGMMA_M if wgmma else _TILED_M):
+    most = _TILED_M if not wgmma else _WGMMA_LARGE_M if rows * columns > _LARGE_WEIGHT else _WGMMA_M
+    if takes and 1 <= tokens <= most:
         beside = wgmma and tokens > _BESIDE_WGMMA_M
         splits = small_splits if tokens <= _SMALL_M else wgmma_splits if beside else tiled_splits
         return _sums(splits(rows, columns, multiprocessors), tokens, rows)
@@ -71,12 +73,12 @@ def small_splits(rows: int, columns: int, multiprocessors: int) -> int:
 
 def tiled_splits(rows: int, columns: int, multiprocessors: int) -> int:
     """The same of the kernel for 17 to 128 tokens: the number that is done first."""
-    return _least_splits(-(-rows // 256), columns, multiprocessors, start=2, sums=5, second=5)
+    return _least_splits(-(-rows // 256), columns, multiprocessors, unit=1, start=2, sums=5, second=5)
 
 
 def wgmma_splits(rows: int, columns: int, multiprocessors: int) -> int:
     """The same of the wgmma kernel."""
-    return _least_splits(-(-rows // 128), columns, multiprocessors, start=4, sums=8, second=6)
+    return _least_splits(-(-rows // 128), columns, multiprocessors, unit=4, start=4, sums=8, second=6)
 
 
 def backward_wgmma_splits(rows: int, columns: int, multiprocessors: int) -> int:
@@ -84,17 +86,17 @@ def backward_wgmma_splits(rows: int, columns: int, multiprocessors: int) -> int:
     return wgmma_splits(columns, -(-rows // _CHUNK) * _CHUNK, multiprocessors)
 
 
-def _least_splits(tiles: int, columns: int, multiprocessors: int, *, start: int, sums: int, second: int) -> int:
-    chunks = columns // _CHUNK
+def _least_splits(tiles: int, columns: int, multiprocessors: int, *, unit: int, start: int, sums: int, second: int) -> int:
+    units = -(-(columns // _CHUNK) // unit)
 
     def cost(wanted: int) -> tuple[int, int]:
-        length = -(-chunks // wanted)
-        splits = -(-chunks // length)
+        length = -(-units // wanted)
+        splits = -(-units // length)
         waves = -(-tiles * splits // multiprocessors)
         several = splits > 1
-        return waves * (length + start + (sums if several else 0)) + (second if several else 0), splits
+        return waves * (length * unit + start + (sums if several else 0)) + (second if several else 0), splits
 
-    found = min((cost(wanted) for wanted in range(1, min(chunks, 64) + 1)), key=lambda each: each[0], default=(0, 1))
+    found = min((cost(wanted) for wanted in range(1, min(units, 64) + 1)), key=lambda each: each[0], default=(0, 1))
     return found[1]
 
 

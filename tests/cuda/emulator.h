@@ -238,8 +238,12 @@ inline void load_matrices_transposed(const void* row, uint32_t (&d)[4]) {
   emulator::syncwarp();
 }
 
-inline void copy_async(void* to, const void* from, bool there) { emulator::copy_async(to, from, 16, there); }
-inline void copy_async_4(void* to, const void* from, bool there) { emulator::copy_async(to, from, 4, there); }
+inline void copy_async(void* to, const void* from, bool there, bool wanted = true) {
+  if (wanted) emulator::copy_async(to, from, 16, there);
+}
+inline void copy_async_4(void* to, const void* from, bool there, bool wanted = true) {
+  if (wanted) emulator::copy_async(to, from, 4, there);
+}
 inline void copy_async_commit() { emulator::copy_async_commit(); }
 template <int N>
 void copy_async_wait() {

@@ -69,13 +69,16 @@ def scheduled(emulated: Emulated, reverse: bool, late: bool = False) -> Iterator
         emulated.late_products(False)
 
 
-def check_least_splits(splits: int, tiles: int, steps: int, sms: int, start: int, sums: int, second: int) -> None:
+def check_least_splits(
+    splits: int, tiles: int, steps: int, sms: int, start: int, sums: int, second: int, unit: int = 1
+) -> None:
     """None is empty, and no other number is done earlier: `least_splits` of linear_route.h, by trying all."""
-    length = -(-steps // splits)
-    assert (splits - 1) * length < steps <= splits * length
+    units = -(-steps // unit)
+    length = -(-units // splits)
+    assert (splits - 1) * length < units <= splits * length
 
     def cost(count: int) -> int:
         several = count > 1
-        return -(-tiles * count // sms) * (-(-steps // count) + start + sums * several) + second * several
+        return -(-tiles * count // sms) * (-(-units // count) * unit + start + sums * several) + second * several
 
-    assert cost(splits) == min(map(cost, range(1, min(steps, 64) + 1)))
+    assert cost(splits) == min(map(cost, range(1, min(units, 64) + 1)))

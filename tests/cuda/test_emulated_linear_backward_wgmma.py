@@ -112,4 +112,4 @@ def test_rows_at_addresses_of_16(emulated: Any) -> None:
 def test_splits_are_full_and_the_best_of_all(emulated: Any, n: int, k: int, sms: int) -> None:
     emulated.c.backward_wgmma_splits_of.restype = ctypes.c_int64
     splits = emulated.c.backward_wgmma_splits_of(*map(ctypes.c_int64, (n, k, sms)))
-    check_least_splits(splits, -(-k // 128), -(-n // 64), sms, start=4, sums=8, second=6)
+    check_least_splits(splits, -(-k // 128), -(-n // 64), sms, start=4, sums=8, second=6, unit=4)

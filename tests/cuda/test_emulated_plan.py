@@ -43,8 +43,9 @@ def test_bytes_are_those_of_the_route(
 ) -> None:
     """The decoded weight where the route is dense, else the sums of as many splits as the kernel makes."""
     monkeypatch.setattr(kernels, "_device", lambda: (132, (9, 0) if wgmma else (8, 0)))
-    tokens = (1, 16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 4096)
-    for m, n, k, format, block in itertools.product(tokens, (12, 16, 18, 1024), (48, 64, 100, 4096), (0, 2, 4), (32, 64)):
+    tokens = (1, 16, 17, 32, 33, 128, 129, 256, 257, 512, 513, 4096)
+    rows, columns = (12, 16, 18, 1024, 8192, 8193), (48, 64, 100, 4096)
+    for m, n, k, format, block in itertools.product(tokens, rows, columns, (0, 2, 4), (32, 64)):
         sizes = {"M": m, "N": n, "K": k, "format": format, "block_size": block, "dtype": DTYPE_IDS[dtype], "wgmma": wgmma}
         pitch = 16 if n % 8 == 0 else 8  # of rows of gradients
         dense = n * k * dtype.itemsize

@@ -80,9 +80,9 @@ def test_matrices_loaded_transposed_are_what_a_tensor_core_takes(emulated: Any) 
 
 
 FENCE = "    fence_async_proxy();\n"
-ARRIVED = "    __syncthreads();  // stage s + 1 has arrived, stage s - 1 has been read by everyone\n"
-FILL = "    fill(before, s + S::kSlots - 1);\n"
-DECODE = "    decode(s + 1, next);\n"
+ARRIVED = "    __syncthreads();  // the next stage has arrived, the one before has been read by everyone\n"
+FILL = "    fill(Constant<(Part + S::kSlots - 1) % kParts>(), before, s + (S::kSlots - 1) * kGroups);\n"
+DECODE = "    decode(s + kGroups + group, next);\n"
 FAULTS = {  # of both kernels
     "no wait at the end": ("  wgmma_wait<0>(sums);\n", ""),
     "a wait for one group too few": ("wgmma_wait<1>", "wgmma_wait<2>"),
@@ -97,11 +97,11 @@ FAULTS = {  # of both kernels
     ),
     "fence.proxy.async after the barrier": (FENCE + ARRIVED, ARRIVED + FENCE),
     "no barrier in a step": (ARRIVED, ""),
-    "no barrier before the sums leave": ("  __syncthreads();  // the ring has been read by everyone\n", ""),
+    "no barrier before the sums leave": ("  __syncthreads();  // the rings have been read by everyone\n", ""),
     "a slot filled before the barrier": (ARRIVED + FILL, FILL + ARRIVED),
     "a slot filled one step early": (
         FILL,
-        "    fill((before + 1) % S::kSlots, s + S::kSlots);\n",
+        "    fill(Constant<(Part + S::kSlots - 1) % kParts>(), (before + 1) % S::kSlots, s + S::kSlots * kGroups);\n",
     ),
     "input not swizzled": ("(unit ^ (token % 8)) * 16", "unit * 16"),
     "input swizzled by too little": ("(unit ^ (token % 8)) * 16", "(unit ^ (token % 4)) * 16"),
@@ -111,14 +111,26 @@ FAULTS = {  # of both kernels
     "advance along k": ("kDescriptorK16 = 32 >> 4", "kDescriptorK16 = 16 >> 4"),
     "weights decoded into registers in use": (
         DECODE,
-        "    decode(s + 1, now);\n    memcpy(next, now, sizeof now);\n",
+        "    decode(s + kGroups + group, now);\n    memcpy(next, now, sizeof now);\n",
     ),
     "codes read before their barrier": (ARRIVED + FILL + DECODE, DECODE + ARRIVED + FILL),
+    "two slots of codes too few": ("- 1) / Weights::kSteps + 1;", "- 1) / Weights::kSteps - 1;"),
+}
+FORWARD_FAULTS = {
+    "another place of a unit of codes": ("(unit ^ (row % 8)) * 16, tile", "unit * 16, tile"),
+    "codes of the quad before": ("const int at = step * kStepRow;", "const int at = (step - 4 * (step > 0)) * kStepRow;"),
+    "another step of the quad": ("(step % 4 * 2 + half)", "((step + 1) % 4 * 2 + half)"),
+    "scales of the first quad": ("(uint32_t(step) >> a.block_shift) & ~3u;", "(uint32_t(step) >> a.block_shift) & ~7u;"),
+    "another scale of the quad's": ("uint32_t(step) >> a.block_shift & 3u;", "uint32_t(step) >> a.block_shift & 1u;"),
+    "scales of another row": ("return thread / 32 * kScaleLanes", "return thread / 64 * kScaleLanes"),
+    "the first rows copied for others": ("thread / kUnits + i * kCopiedRows) + uint32_t", "thread / kUnits) + uint32_t"),
+    "one group's sums alone": ("add_rn(of_group[0], of_group[kTurned])", "of_group[0]"),
+    "both groups the same steps": ("tokens, begin + group);", "tokens, begin);"),
 }
 BACKWARD_FAULTS = {
     "units of codes not where they are read": ("(unit_ ^ (row_ / 2 % 4)) * 16", "unit_ * 16"),
     "another unit of codes": ("(mine ^ (lane / 2 % 4)) * 16", "(mine ^ (lane / 4 % 4)) * 16"),
-    "the other warpgroup's byte": ("0x1111u * uint32_t(thread / 128)", "0x1111u * uint32_t(1 - thread / 128)"),
+    "the other warpgroup's byte": ("0x1111u * uint32_t(thread / 128 % 2)", "0x1111u * uint32_t(1 - thread / 128 % 2)"),
     "nibbles not interleaved": ("(one & 0xF0F0F0F0u) | ((two >> 4) & 0x0F0F0F0Fu)", "one"),
     "rows in the wrong order": ("low, high, 0x5410)", "low, high, 0x4510)"),
     "one scale for two rows": ("mul_rn(pair.y, scale.y)", "mul_rn(pair.y, scale.x)"),
@@ -134,10 +146,14 @@ BACKWARD_FAULTS = {
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("kernel", "fault"),
-    [*itertools.product(("wgmma", "backward wgmma"), FAULTS), *(("backward wgmma", fault) for fault in BACKWARD_FAULTS)],
+    [
+        *itertools.product(("wgmma", "backward wgmma"), FAULTS),
+        *(("wgmma", fault) for fault in FORWARD_FAULTS),
+        *(("backward wgmma", fault) for fault in BACKWARD_FAULTS),
+    ],
 )
 def test_every_seeded_fault_shows(emulated: Any, kernel: str, fault: str, tmp_path: Path) -> None:
-    right, wrong = (FAULTS | BACKWARD_FAULTS)[fault]
+    right, wrong = (FAULTS | FORWARD_FAULTS | BACKWARD_FAULTS)[fault]
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc", ignore=shutil.ignore_patterns("cpu"))
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests" / "cuda").symlink_to(HERE)
@@ -153,12 +169,13 @@ def test_every_seeded_fault_shows(emulated: Any, kernel: str, fault: str, tmp_pa
     others = [path for path in objects if path.name != changed.name]
     faulty = Emulated(linked([changed, *others], tmp_path / "faulty.so"))
     generator = torch.Generator().manual_seed(0)
-    # Of the backward a last step of 56 rows, and blocks of which a tile has several.
-    sizes, names, holding = ((1088, 130, 1088), ["nf4"], check)
+    # Forward: two groups, 5 quads, the last of 3 steps. Backward: one group, a last step of 56 rows, blocks of which a tile
+    # has several.
+    sizes, names, holding = ((120, 1216, 130, 1216), ["nf4"], check)
     if kernel == "backward wgmma":
-        sizes, names, holding = ((1080, 1080, 144), ["nf4:32", "nf4-dq:32"], check_backward)
-    reduction, n, k = sizes
-    x = torch.randn(200, reduction, generator=generator).bfloat16()
+        sizes, names, holding = ((200, 1080, 1080, 144), ["nf4:32", "nf4-dq:32"], check_backward)
+    m, reduction, n, k = sizes
+    x = torch.randn(m, reduction, generator=generator).bfloat16()
     weight = torch.randn(n, k, generator=generator)
     problems = [(halfbyte.quantize(weight, name), Format.parse(name)) for name in names]
 

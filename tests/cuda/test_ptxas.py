@@ -19,13 +19,16 @@ LIMITS = {
     "fp8_linear": 64,
     "int8_linear": 80,
     "linear_backward": 255,
-    "linear_backward_wgmma": 232,
+    "linear_backward_wgmma": 252,
+    "linear_single": 80,
     "linear_small": 128,
     "linear_tiled": 255,
-    "linear_wgmma": 232,
+    "linear_wgmma": 240,
     "optimizer": 102,
     "quantize": 80,  # of lists; one tensor's kernels have 64
 }
+# Bytes: two groups for 128 rows of input have 128 registers a thread, and -dq reloads what it needs at the end.
+SPILLS = {"linear_wgmma": 12}
 
 
 def test_every_kernel_file_has_a_limit() -> None:
@@ -40,7 +43,7 @@ HOPPER = {"linear_wgmma": WITH_WGMMA, "linear_backward_wgmma": WITH_WGMMA}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stem", LIMITS)
-def test_no_spills_and_registers_as_planned(stem: str, tmp_path: Path) -> None:
+def test_registers_and_spills_as_planned(stem: str, tmp_path: Path) -> None:
     home = cuda_home()
     assert home is not None
     command = [
@@ -60,6 +63,6 @@ def test_no_spills_and_registers_as_planned(stem: str, tmp_path: Path) -> None:
     spills = [int(n) for n in re.findall(r"(\d+) bytes spill (?:stores|loads)", said)]
     registers = [int(n) for n in re.findall(r"Used (\d+) registers", said)]
     assert spills
-    assert max(spills) == 0
+    assert max(spills) <= SPILLS.get(stem, 0)
     assert max(registers) <= LIMITS[stem]
     assert "serialized" not in said  # C7510 and its like: ptxas found no way to leave wgmma asynchronous
