@@ -8,10 +8,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import settings
 
 from halfbyte._library import CPU_ISAS, cpu_isa
@@ -58,3 +61,25 @@ def other_isa(request: pytest.FixtureRequest) -> OtherIsa:
     if higher or (request.param == "avx2_vnni" and "avx_vnni" not in Path("/proc/cpuinfo").read_text().split()):
         pytest.skip(f"this CPU does not have {request.param}")
     return OtherIsa(request.param)
+
+
+@contextmanager
+def torch_threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For tests of many small operations: a second thread only waits for the first, and long where other processes keep it
+    off its core."""
+    with torch_threads(1):
+        yield
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    with torch_threads(2):
+        yield

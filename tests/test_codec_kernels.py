@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +27,8 @@ ALL_FORMATS = (*FORMATS, *SMALL_BLOCKS, *LARGE_BLOCKS)
 ops = torch.ops.halfbyte
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The reference is thousands of small operations: eight times slower on two threads of a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+# The reference is thousands of small operations: eight times slower on two threads of a busy machine.
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def quantize(x: Tensor, format: str, scales: Tensor | None = None) -> Tensor:

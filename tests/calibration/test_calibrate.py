@@ -19,12 +19,7 @@ from halfbyte.formats import FORMATS
 SIZES = {"tokens": 640, "seq_len": 64}
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def folder_bytes(folder: Path) -> dict[str, bytes]:

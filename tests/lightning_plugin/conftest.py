@@ -5,19 +5,14 @@ import warnings
 from pathlib import Path
 
 import pytest
-import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.append(str(Path(__file__).parents[1] / "distributed"))
 
 
 @pytest.fixture(autouse=True)
-def _one_thread():
-    # The models are tiny: a second thread only waits for the first, and long where other processes keep it off its core.
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+def _one_thread(one_thread: None) -> None:
+    """The models are tiny."""
 
 
 @pytest.fixture(autouse=True)

@@ -22,6 +22,8 @@ from halfbyte.nn import QuantLinear
 
 ROOT = Path(__file__).parents[2]
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 @pytest.fixture(scope="module")
 def bench() -> Any:
@@ -31,14 +33,6 @@ def bench() -> Any:
         yield importlib.import_module("bench_plan")
     finally:
         sys.path.remove(str(ROOT / "benchmarks"))
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("index", [1, 5, 12, *range(23, 27), 28, 30])

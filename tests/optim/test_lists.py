@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from torch import Tensor, nn
@@ -11,14 +9,6 @@ from torch import Tensor, nn
 import halfbyte.ops.optimizer as ops
 from halfbyte.optim import AdamW8bit
 from halfbyte.optim.dynamic_map import row_blocks
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def columns(params: list[Tensor], moments: int) -> list[list[Tensor]]:
