@@ -19,7 +19,7 @@
 // So L2 comes first, as in linear_wgmma.cu. Decoding into shared memory for a transposed operand (A from shared memory) needs no
 // interleaving, but 128 cycles to write 16 KB of weights and 128 to read them.
 // ptxas: 134 to 250 registers, no spills. One group a CTA: with two, 128 registers a thread are too few, and reloads of spilled ones wait
-// behind copies (an H100, 128 rows of 14336 x 4096: 72 us instead of 52).
+// behind copies: it was slower for any number of rows.
 #include "wgmma_pipeline.h"
 
 namespace halfbyte::cuda {

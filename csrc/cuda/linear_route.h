@@ -45,8 +45,8 @@ constexpr int64_t kLargeWeight = int64_t(1) << 25;  // elements
 // H100 as above, in us at M = 32: 50, 36 by wgmma, 100 for decoding + cuBLAS. (A form for up to 128, which decoded once for each 32
 // rows, took 89 and, of 4096 x 14336, 113 at M = 64, where wgmma takes 38 and 46 and decoding + cuBLAS 102: L1's data path.)
 constexpr int64_t kBackwardM = 32;
-// Largest M of backward's wgmma kernel. Measured on an H100 at M = 64, 128, 192, 256, 384, 512: 38, 50, 62, 70, 127, 149 against 102,
-// 110, 130, 113, 146, 135 for decoding + cuBLAS; of 4096 x 14336 at 64, 128, 256: 46, 59, 74 against 102, 105, 107.
+// Largest M of backward's wgmma kernel. The same table ("backward") has its times at M = 32 to 512: at 384 it would still gain, 113 us
+// against 146 for decoding + cuBLAS of 14336 x 4096, at 512 it loses.
 constexpr int64_t kBackwardWgmmaM = 256;
 // Elements that a step of the small kernel reduces over; they must share one scale.
 constexpr int64_t kSmallChunk = 64;

@@ -1,13 +1,13 @@
 // linear for one row of bf16 or fp16 input: linear_small.cu's products and sums, bit for bit, from a ring in shared memory.
 //
 // What is read once from memory and what is read again and again must not meet in one queue: L1 answers loads in their order, so a load
-// of input that finds its line there still waits for the codes asked for before it, all the way to memory (an H100, 8192 x 8192: 28 % of
-// the warps' time, with codes copied ahead and input loaded; 20.4 us, and 17.4 with both in the ring). So codes, scales and input of a
-// round, 4 steps or a line of each of 16 rows, all come by `cp.async`, and the loop reads nothing but shared memory.
+// of input that finds its line there still waits for the codes asked for before it, all the way to memory: with codes in a ring and input
+// loaded, `ncu` found warps waiting for input, and nothing gained. So codes, scales and input of a round, 4 steps or a line of each of 16
+// rows, all come by `cp.async`, and the loop reads nothing but shared memory.
 //
 //   a warp's ring: kRounds of | 16 rows x 128 bytes of codes | 16 x 4 words of scales | 256 elements of input |
 //
-// More rows of input would leave room for fewer rounds (4: one CTA a multiprocessor instead of two, 21.8 us).
+// More rows of input would leave room for fewer rounds (4: one CTA a multiprocessor instead of two).
 #include "linear_steps.h"
 
 namespace halfbyte::cuda {

@@ -4,10 +4,10 @@
 //
 // Lane 4 g + t needs byte t of every word of codes of its rows g and g + 8: four lanes read the same 16 bytes, in one access. Codes and
 // scales are copied a quad of 4 steps at a time: a row's codes are a line then, and its scales one copy. A copy of a step's 32 bytes
-// costs as much as that of the line, and the scales of 128 rows 128 lines: 256 of the 804 wavefronts of 64 rows of input were theirs.
+// costs as much as that of the line, and the scales of 128 rows 128 lines: of 64 rows of input that was a third of all.
 //
 // What limits it is L1's data path. Wavefronts (cycles of it) for a step of 128 x 64 weights of 64, 128 or 256 rows of input, as `ncu`
-// counts them on an H100, beside what else takes cycles there:
+// counted them on an H100, beside what else takes cycles there:
 //   look-ups            256   256   256    8 bytes for 2 weights
 //   B                   128   256   512    read by both warpgroups of a step
 //   copies              128   192   320    input 64 / 128 / 256, codes 32, scales 32
@@ -15,8 +15,8 @@
 //   together            612   820  1204
 //   tensor cores        256   512  1024    128 x 64 x rows / 2048
 //   L2                  449   737  1311    12.5, 20.5, 36.5 KB at 28.5 bytes: 112 multiprocessors and an assumed 5.6 TB/s
-// A step takes about 960, 1270 and 1840 cycles (14336 x 4096 at 1.755 GHz, start and end of the kernel in them). Copies by the bulk
-// tensor engine would take input off that path, and a cluster that shares it off L2's.
+// A step takes 950, 1230 and 1770 cycles (benchmarks/README.md, "gpu": 14336 x 4096, at 1.755 GHz; start and end of the kernel in
+// them). Copies by the bulk tensor engine would take input off that path, and a cluster that shares it off L2's.
 #include "wgmma_pipeline.h"
 
 namespace halfbyte::cuda {

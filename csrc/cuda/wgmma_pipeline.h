@@ -107,7 +107,7 @@ class InputFill {
   }
   // The next step, if it is wanted; then `ahead` on.
   __device__ void operator()(const WgmmaArgs& a, uint8_t* stage, int ahead, bool wanted) {
-    const int thread = int(threadIdx.x) % kGroupThreads, token = thread / 8, unit = thread % 8;  // anew: a step needs the registers
+    const int thread = int(threadIdx.x) % kGroupThreads, token = thread / 8, unit = thread % 8;
     uint8_t* const to = stage + token * int(kSwizzledRow) + (unit ^ (token % 8)) * 16;
     const T* from = input_;
 #pragma unroll
