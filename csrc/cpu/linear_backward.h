@@ -61,11 +61,16 @@ template <class Product, class Row>
   }
 }
 
-// What `backward` needs for `groups` groups of columns, or some of them: of 6, say, it takes 3 at once, and 5 of 5.
+// What `backward` needs for `groups` groups of columns, or some of them: of 6, say, it takes 3 at once, and 5 of 5; and for `tokens`
+// tokens, or fewer: the last block of many may be few.
 template <class Product>
 constexpr int64_t backward_scratch_floats(int64_t tokens, int64_t rows, int64_t groups, int64_t rank) {
-  const int64_t most = backward_shape<Product>(tokens).columns / kGroup;
-  return call_shape<Product>(tokens, rows, groups < most ? groups : most, rank).scratch_floats(tokens);
+  const auto of = [&](int64_t count) {
+    const int64_t most = backward_shape<Product>(count).columns / kGroup;
+    return call_shape<Product>(count, rows, groups < most ? groups : most, rank).scratch_floats(count);
+  };
+  const int64_t few = of(tokens < kFewTokens ? tokens : kFewTokens), all = of(tokens);
+  return few > all ? few : all;
 }
 
 template <class Product, Codes codes>

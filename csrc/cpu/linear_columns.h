@@ -48,13 +48,17 @@ struct ColumnLayout {
     Ahead next;  // those that are next, which come from L3
   };
   // The backward's. Every panel loads and stores all sums, one of many units the least often, and every pass over the rows finds their
-  // scales and reads the gradients anew; K = 576 takes one of pairs. (Of floats, twice as much, 256 columns fill L2.) With few tokens
-  // reading the weight counts, and 256 columns of a row are 2 cache lines in a page of their own.
-  static constexpr ColumnShape kMany{Product::kUnitElements == 2 ? 640 : 256, kLargeL2 ? 1024 : 512}, kFew{1024, 128};
+  // scales and reads the gradients anew; K = 576 takes one of pairs. (Of floats, twice as much, 256 columns fill L2, and 128 of the many
+  // rows that a large one has room for.) With few tokens reading the weight counts, and 256 columns of a row are 2 cache lines in a page
+  // of their own.
+  static constexpr ColumnShape kMany{Product::kUnitElements == 2 ? 640 : kLargeL2 ? 128 : 256, kLargeL2 ? 1024 : 512}, kFew{1024, 128};
   // The forward's: pairs of a stretch are one pass, whose sums never leave registers.
   static constexpr int64_t kTurnedUnits = Product::kUnitElements == 2 ? kStretch / 2 : kLargeL2 ? 2048 : 1024;
 
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
+  // At most: a thread keeps the sums of kLinearTokens tokens beside them. Where L2 keeps all tokens of a narrow layer, one run after the
+  // other: what a larger panel's memory was left in is L3, and decoding into it waits for that.
+  static constexpr int64_t kTurnedColumns = kLargeL2 ? kRun : 640;
   static constexpr int64_t kTokensTogether = 1;
   // Tokens that meet all columns of a panel before the next ones do, a multiple of the micro-kernel's. L2 keeps their rows, and the next
   // ones are fetched meanwhile.
@@ -141,6 +145,7 @@ template <class Product>
 struct ColumnLayout<Product> {
   static constexpr ColumnShape kMany{640, kMatrixTogether}, kFew{1024, 32};
   static constexpr int64_t kTurnedUnits = kMatrixTogether;
+  static constexpr int64_t kTurnedColumns = 256;  // fewer are filled too often, and more have left L2 when the next call comes
   static constexpr int64_t kRun = kTileSide;
   static constexpr int64_t kTokensTogether = kTileSide;
   static constexpr int64_t kStripTokens = kLinearTokens;

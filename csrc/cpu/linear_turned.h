@@ -8,7 +8,6 @@ namespace halfbyte::cpu {
 namespace {
 
 constexpr int64_t kTurnedFloats = int64_t(kLargeL2 ? 256 : 128) << 10;  // of a panel: half of L2
-constexpr int64_t kTurnedColumns = 640;  // at most: a thread keeps the sums of kLinearTokens tokens beside it
 
 // As many columns as L2 takes of a pass.
 template <class Product>
@@ -18,8 +17,8 @@ constexpr ColumnShape turned_most(int64_t rows, int64_t all_units) {
   static_assert(L::kTurnedUnits * Product::kUnitElements <= kStretch);
   const int64_t units = pass_units<Product>(all_units, L::kTurnedUnits, kGroupUnits);
   const int64_t fit = kTurnedFloats / units, all = round_up(rows, kRun);
-  const int64_t most = fit < kRun ? kRun : fit < kTurnedColumns ? fit / kRun * kRun : kTurnedColumns;
-  static_assert(kTurnedColumns % kRun == 0);
+  const int64_t most = fit < kRun ? kRun : fit < L::kTurnedColumns ? fit / kRun * kRun : L::kTurnedColumns;
+  static_assert(L::kTurnedColumns % kRun == 0);
   return {all < most ? all : most, units};
 }
 

@@ -220,6 +220,7 @@ def test_few_tokens_do_not_change_each_others_gradients(format: int, dtype: torc
         (523, 1100, (1, 3, 7, 40, 700)),
         (50, 130, (256, 512, 1100, 1536, 2560)),  # 2, 3 or 5 threads share tokens
         (250, 130, (256, 300, 1100, 2560)),  # turned weights
+        (130, 1024, (330,)),  # 5 threads: blocks of 80 tokens and one of 10, which takes panels of more columns
     ],
 )
 def test_threads_do_not_change_a_bit(rows: int, K: int, tokens: tuple[int, ...], dtype: torch.dtype) -> None:
