@@ -56,8 +56,8 @@ struct ColumnLayout {
   static constexpr int64_t kTurnedUnits = Product::kUnitElements == 2 ? kStretch / 2 : kLargeL2 ? 2048 : 1024;
 
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
-  // At most: a thread keeps the sums of kLinearTokens tokens beside them. Where L2 keeps all tokens of a narrow layer, one run after the
-  // other: what a larger panel's memory was left in is L3, and decoding into it waits for that.
+  // At most: a thread keeps the sums of kLinearTokens tokens beside them. One run where L2 keeps all tokens of a narrow layer beside it: by
+  // the next call a larger panel's memory is in L3, and decoding into it waits for that.
   static constexpr int64_t kTurnedColumns = kLargeL2 ? kRun : 640;
   static constexpr int64_t kTokensTogether = 1;
   // Tokens that meet all columns of a panel before the next ones do, a multiple of the micro-kernel's. L2 keeps their rows, and the next
