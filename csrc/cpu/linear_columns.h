@@ -48,9 +48,8 @@ struct ColumnLayout {
     Ahead next;  // those that are next, which come from L3
   };
   // The backward's. Every panel loads and stores all sums, one of many units the least often, and every pass over the rows finds their
-  // scales and reads the gradients anew; K = 576 takes one of pairs. (Of floats, twice as much, 256 columns fill L2, and 128 of the many
-  // rows that a large one has room for.) With few tokens reading the weight counts, and 256 columns of a row are 2 cache lines in a page
-  // of their own.
+  // scales and reads the gradients anew; K = 576 takes one of pairs. (Of floats, twice as much, 512 KiB: 256 columns, or in a large L2 128
+  // by more units.) With few tokens reading the weight counts, and 256 columns of a row are 2 cache lines in a page of their own.
   static constexpr ColumnShape kMany{Product::kUnitElements == 2 ? 640 : kLargeL2 ? 128 : 256, kLargeL2 ? 1024 : 512}, kFew{1024, 128};
   // The forward's: pairs of a stretch are one pass, whose sums never leave registers.
   static constexpr int64_t kTurnedUnits = Product::kUnitElements == 2 ? kStretch / 2 : kLargeL2 ? 2048 : 1024;

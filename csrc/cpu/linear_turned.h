@@ -7,7 +7,7 @@
 namespace halfbyte::cpu {
 namespace {
 
-constexpr int64_t kTurnedFloats = int64_t(kLargeL2 ? 256 : 128) << 10;  // of a panel: half of L2
+constexpr int64_t kTurnedFloats = int64_t(128) << 10;  // of a panel at most: 512 KiB
 
 // As many columns as L2 takes of a pass.
 template <class Product>
