@@ -22,41 +22,41 @@ constexpr ColumnShape call_shape(int64_t tokens, int64_t rows, int64_t groups, i
   return shape;
 }
 
-// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, out) writes `groups` groups of row n; one row after the
-// other, as they lie in memory: of two at once the CPU would not see what comes next. Not inline: it needs all registers.
+// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, place) puts vector i of `groups` groups of row n to
+// place(i); one row after the other, as they lie in memory: of two at once the CPU would not see what comes next. Not inline: it needs all
+// registers.
 template <class Product, class Row>
 [[gnu::noinline]] void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t groups, const ColumnShape& shape, float* panel,
                                   const Row& row) {
   using Values = typename Product::Values;
   constexpr int kElements = Product::kUnitElements;
-  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kFloats = kGroup / kElements;
+  constexpr int64_t kRun = ColumnLayout<Product>::kRun;
   static_assert(kGroup == 8 * kLanes);
   static_assert(kGroup % kRun == 0);
-  alignas(64) float decoded[kElements][ColumnLayout<Product>::kFew.columns / kElements];
+  static_assert(kElements == 2 || kUnitMultiple<Product> == 1);  // each unit a row that there is
   const int64_t run_floats = kRun * shape.padded_units();
-  for (int64_t u = 0; u < units; ++u) {
-    for (int e = 0; e < kElements; ++e) {
-      const int64_t n = n0 + u * kElements + e;
-      if (n < rows) row(n, decoded[e]);
-      else memset(decoded[e], 0, sizeof decoded[e]);
-    }
-    float* to = panel + u * kRun;
-    for (int64_t g = 0; g < groups; ++g, to += kGroup / kRun * run_floats) {
-      Values v[8];
-      if constexpr (kElements == 2) {
-        Values even[4], odd[4];
+  for (int64_t u = 0; u < units; ++u, panel += kRun) {
+    const auto place = [&](int64_t i) __attribute__((always_inline)) { return panel + i * kLanes / kRun * run_floats + i * kLanes % kRun; };
+    if constexpr (kElements == 1) {
+      row(n0 + u, place);
+    } else {
+      alignas(64) float decoded[2][ColumnLayout<Product>::kFew.columns / 2];
+      for (int e = 0; e < 2; ++e) {
+        const int64_t n = n0 + 2 * u + e;
+        if (n < rows) row(n, [&](int64_t i) __attribute__((always_inline)) { return decoded[e] + i * kLanes; });
+        else memset(decoded[e], 0, sizeof decoded[e]);
+      }
+      for (int64_t g = 0; g < groups; ++g) {
+        Values even[4], odd[4], v[8];
 #pragma GCC unroll 4
         for (int i = 0; i < 4; ++i) {
-          even[i] = Product::load(decoded[0] + g * kFloats + i * kLanes);
-          odd[i] = Product::load(decoded[1] + g * kFloats + i * kLanes);
+          even[i] = Product::load(decoded[0] + (4 * g + i) * kLanes);
+          odd[i] = Product::load(decoded[1] + (4 * g + i) * kLanes);
         }
         interleave(even, odd, v);
-      } else {
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) v[i] = Product::load(decoded[0] + g * kFloats + i * kLanes);
+        for (int i = 0; i < 8; ++i) store_values(place(8 * g + i), v[i]);
       }
-#pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) store_values(to + i * kLanes / kRun * run_floats + i * kLanes % kRun, v[i]);
     }
   }
 }
@@ -93,15 +93,15 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
       };
       sums.add(grads, round_up(units_of<Product>(reduced), kUnitMultiple<Product>), last, fill);
     };
-    add(rows, grad, !low_rank, [&](int64_t n, float* out) {
-      const uint8_t* row = packed + n * l.row_bytes;
-      const uint8_t* next = row + kRowsAhead * l.row_bytes + g0 * Decoder<Product, codes>::kCodeBytes;
-      decode_row<Product, codes, kLanes, true>(decoder, row, l, g0, groups, out, nullptr, next);
+    add(rows, grad, !low_rank, [&](int64_t n, const auto& place) __attribute__((always_inline)) {
+      const uint8_t *const row = packed + n * l.row_bytes, *const next = row + kRowsAhead * l.row_bytes;
+      prefetch(next + scales_at(l, g0 * kGroup));
+      decode_row<Product, codes, true>(decoder, row, l, g0, groups, place, nullptr, next + g0 * Decoder<Product, codes>::kCodeBytes);
     });
     if (low_rank) {
-      add(low_rank->rank, {low_rank->input, low_rank->as_it_lies}, true, [&](int64_t n, float* out) {
+      add(low_rank->rank, {low_rank->input, low_rank->as_it_lies}, true, [&](int64_t n, const auto& place) {
         const float* source = static_cast<const float*>(low_rank->weight) + n * low_rank->stride + g0 * kGroupUnits;
-        memcpy(out, source, size_t(groups * kGroupUnits) * sizeof(float));
+        for (int64_t i = 0; i < groups * kGroupUnits / kLanes; ++i) store_values(place(i), Product::load(source + i * kLanes));
       });
     }
   }

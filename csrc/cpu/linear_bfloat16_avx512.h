@@ -138,19 +138,14 @@ struct RowTable : RowScale {
 };
 
 template <Codes codes>
-struct BFloat16Scales {
-  using Type = RowTable;
-};
+struct BFloat16Scales : ScaleTypes<RowTable> {};
 template <Codes codes>
   requires(four_bit(codes))
-struct BFloat16Scales<codes> {
-  using Type = typename ScalesOf<codes>::Type;
-};
+struct BFloat16Scales<codes> : ScalesOf<codes> {};
 
 template <Codes codes>
-struct Decoder<BFloat16Pairs, codes> {
+struct Decoder<BFloat16Pairs, codes> : BFloat16Scales<codes> {
   using Exact = Decoder<Float32, codes>;
-  using Scales = typename BFloat16Scales<codes>::Type;
   static constexpr int kCodeBytes = Exact::kCodeBytes;
   Exact exact;
 
@@ -162,7 +157,7 @@ struct Decoder<BFloat16Pairs, codes> {
   }
 
   // kInOrder: as Decoder<Float32>'s.
-  template <bool kInOrder = false>
+  template <bool kInOrder = false, class Scales>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512i v[4]) const {
     if constexpr (four_bit(codes)) {
       const __m512i bytes = _mm512_loadu_si512(c), mask = _mm512_set1_epi16(15);
@@ -219,7 +214,7 @@ struct Decoder<BFloat16Pairs, codes> {
     }
   }
 
-  [[gnu::noinline]] void converted(const uint8_t* c, const Scales& s, __m512i v[4]) const {
+  [[gnu::noinline]] void converted(const uint8_t* c, const RowScale& s, __m512i v[4]) const {
     __m512 values[8];
     exact.scaled(c, s, 0, values);
     for (int i = 0; i < 4; ++i) v[i] = round_pair(values[2 * i], values[2 * i + 1]);

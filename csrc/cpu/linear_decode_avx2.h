@@ -90,8 +90,7 @@ constexpr int element_at(int position) {
 }
 
 template <class Product, Codes codes>
-struct Decoder {
-  using Scales = typename ScalesOf<codes>::Type;
+struct Decoder : ScalesOf<codes> {
   static constexpr int kCodeBytes = four_bit(codes) ? kGroup / 2 : kGroup;
   // The codebook's fp32 values split into 4 byte planes: 16-entry byte lookups are one instruction for 32 codes, and
   // unpacking puts the bytes together again. 24 shuffles for 64 exact values; vpermps would take 64 and 8 blends.
@@ -109,12 +108,14 @@ struct Decoder {
     }
   }
 
+  template <class Scales>
   Vector scale(const Scales& s, int64_t group) const {
     if constexpr (codes == Codes::kFourBit32) {
       const __m256i spread = _mm256_setr_epi32(0, 0, 0, 0, 1, 1, 1, 1);  // 32-element step of a lane -> index of its scale
-      return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_loadu_ps(s.from(2 * group))), spread);
+      const __m128i scales = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(s.from(2 * group)));
+      return _mm256_permutevar8x32_ps(_mm256_castps128_ps256(_mm_castsi128_ps(scales)), spread);
     } else if constexpr (codes == Codes::kFourBit) {
-      return _mm256_broadcast_ss(s.from(2 * group));  // no shuffle: those are what binds
+      return _mm256_set1_ps(s.at(2 * group));  // no shuffle: those are what binds
     } else {
       return _mm256_set1_ps(codes == Codes::kFP8 ? s.value * 256.0f : s.value);
     }
@@ -179,12 +180,12 @@ struct Decoder {
   }
 
   // kInOrder: the order of the elements themselves, not that of element_at.
-  template <bool kInOrder = false>
+  template <bool kInOrder = false, class Scales>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
     if constexpr (kInOrder && four_bit(codes)) {
       values_in_order(c, v);
-      const float* scales = s.from(2 * group);
-      const Vector first = _mm256_broadcast_ss(scales), second = codes == Codes::kFourBit32 ? _mm256_broadcast_ss(scales + 1) : first;
+      const Vector first = _mm256_set1_ps(s.at(2 * group));
+      const Vector second = codes == Codes::kFourBit32 ? _mm256_set1_ps(s.at(2 * group + 1)) : first;
 #pragma GCC unroll 8
       for (int i = 0; i < 8; ++i) v[i] = _mm256_mul_ps(v[i], i < 4 ? first : second);
       return;

@@ -141,8 +141,7 @@ inline __m512 fp8_values(__m128i bytes) {
 }
 
 template <class Product, Codes codes>
-struct Decoder {
-  using Scales = typename ScalesOf<codes>::Type;
+struct Decoder : ScalesOf<codes> {
   static constexpr int kCodeBytes = four_bit(codes) ? kGroup / 2 : kGroup;
   __m512 table;
   __m512i spread;  // fp32 lane -> index of its scale among those from the group's first on
@@ -155,9 +154,13 @@ struct Decoder {
     }
   }
 
+  template <class Scales>
   Vector scale(const Scales& s, int64_t group) const {
-    if constexpr (four_bit(codes)) {
-      return _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(_mm_loadu_ps(s.from(4 * group))));
+    if constexpr (codes == Codes::kFourBit && Scales::kInPlace) {
+      return _mm512_mask_mov_ps(_mm512_set1_ps(s.at(4 * group)), 0xFF00, _mm512_set1_ps(s.at(4 * group + 2)));
+    } else if constexpr (four_bit(codes)) {
+      const __m128i scales = _mm_loadu_si128(reinterpret_cast<const __m128i*>(s.from(4 * group)));
+      return _mm512_permutexvar_ps(spread, _mm512_castps128_ps512(_mm_castsi128_ps(scales)));
     } else {
       return _mm512_set1_ps(codes == Codes::kFP8 ? s.value * 256.0f : s.value);
     }
@@ -181,7 +184,7 @@ struct Decoder {
   }
 
   // kInOrder: the order of the elements themselves, not that of element_at. 4-bit codes take a shuffle more for each vector.
-  template <bool kInOrder = false>
+  template <bool kInOrder = false, class Scales>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512 v[8]) const {
     if constexpr (kInOrder && four_bit(codes)) {
       const __m512i bytes = _mm512_loadu_si512(c), dword = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);

@@ -82,13 +82,13 @@ constexpr int element_at(int position) {
 }
 
 template <class Product, Codes codes>
-struct Decoder {
-  using Scales = typename ScalesOf<codes>::Type;
+struct Decoder : ScalesOf<codes> {
   static constexpr int kCodeBytes = four_bit(codes) ? kGroup / 2 : kGroup;
   const float* table;
 
   explicit Decoder(const RowLayout& l) : table(codebook(l.format)) {}
 
+  template <class Scales>
   static Vector scale(const Scales& s, int64_t group) {
     float value;
     if constexpr (four_bit(codes)) value = s.at(group);
@@ -106,7 +106,7 @@ struct Decoder {
   }
 
   // kInOrder: the order of the elements themselves, not that of element_at.
-  template <bool kInOrder = false>
+  template <bool kInOrder = false, class Scales>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
     values(c, v);
     const Vector factor = scale(s, group);

@@ -332,32 +332,34 @@ template <class Product, int R, int G, bool kStores = false>
 
 constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are on their way
 
-// Decoded groups [first, first + count) of one row, in decode order, or kInOrder. A partial last group is filled up with anything finite
-// that its scale allows: the activations there are zero, or the columns are not stored. In decode order, where ends_in_half, it is half as
-// long: the units of its first half, moved to the front. Vectors are stored kStep floats apart. `loaded`: the row's scales, where they
-// hold for all of it. `next`: as many codes that are fetched meanwhile.
-template <class Product, Codes codes, int64_t kStep = kLanes, bool kInOrder = false>
-inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first, int64_t count,
-                       float* out, const typename Decoder<Product, codes>::Scales* loaded = nullptr, const uint8_t* next = nullptr) {
+// Decoded groups [first, first + count) of one row, in decode order, or kInOrder: vector i goes to place(i). A partial last group is filled
+// up with anything finite that its scale allows: the activations there are zero, or the columns are not stored. In decode order, where
+// ends_in_half, it is half as long: the units of its first half, moved to the front. `loaded`: the row's scale, where one holds for all of
+// it. `next`: as many codes that are fetched meanwhile.
+template <class Product, Codes codes, bool kInOrder = false, class Place>
+[[gnu::always_inline]] inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first,
+                                              int64_t count, const Place& place,
+                                              const typename Decoder<Product, codes>::PanelScales* loaded = nullptr,
+                                              const uint8_t* next = nullptr) {
   using D = Decoder<Product, codes>;
   const int64_t start = first * kGroup;
-  const int64_t length = start + count * kGroup < l.in_features ? count * kGroup : l.in_features - start;
-  typename D::Scales own;
-  if (!loaded) own.load(row, l, start, length);
-  const typename D::Scales& scales = loaded ? *loaded : own;
+  const int64_t length = start + count * kGroup < l.in_features ? count * kGroup : l.in_features - start, whole = length / kGroup;
+  typename D::PanelScales own;
+  if (!loaded) own.load(row, l, start, whole * kGroup);
+  const typename D::PanelScales& scales = loaded ? *loaded : own;
   typename Product::Values v[Product::kVectors];
-  const int64_t whole = length / kGroup;
   const uint8_t* at = row + first * D::kCodeBytes;
-  for (int64_t g = 0; g < whole; ++g, at += D::kCodeBytes, out += Product::kVectors * kStep) {
+  for (int64_t g = 0; g < whole; ++g, at += D::kCodeBytes) {
     if (next)
       for (int i = 0; i < D::kCodeBytes; i += 64) prefetch(next + g * D::kCodeBytes + i);
     decoder.template scaled<kInOrder>(at, scales, g, v);
 #pragma GCC unroll 8
-    for (int i = 0; i < Product::kVectors; ++i) store_values(out + i * kStep, v[i]);
+    for (int i = 0; i < Product::kVectors; ++i) store_values(place(g * Product::kVectors + i), v[i]);
   }
   if (whole * kGroup < length) {
+    if constexpr (!D::PanelScales::kWholeRow) own.load_tail(row, l, start + whole * kGroup, length - whole * kGroup);
     TailCodes<codes> tail;
-    decoder.template scaled<kInOrder>(codes_of_group(row, l, first + whole, tail), scales, whole, v);
+    decoder.template scaled<kInOrder>(codes_of_group(row, l, first + whole, tail), scales, 0, v);
     int vectors = Product::kVectors;
     if (!kInOrder && ends_in_half<Product, codes>(l)) {
       vectors /= 2;
@@ -366,7 +368,7 @@ inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* ro
     }
 #pragma GCC unroll 8
     for (int i = 0; i < Product::kVectors; ++i)
-      if (i < vectors) store_values(out + i * kStep, v[i]);
+      if (i < vectors) store_values(place(whole * Product::kVectors + i), v[i]);
   }
 }
 

@@ -22,32 +22,98 @@ inline int64_t scales_at(const RowLayout& l, int64_t start) {
   return is_double_quantized(l.format) ? l.code_bytes + block : l.scales_offset + 4 * block;
 }
 
-// Decoded scales of up to kStretch elements from element `start`, a multiple of 32 with whole blocks before it or inside
+// Which scales of their row up to kStretch elements have, from element `start` on, a multiple of 32 with whole blocks before it or inside
 // one block.
-struct BlockScales {
-  static constexpr bool kWholeRow = false;  // load() says of which elements
-  float value[kStretch / 32 + 4];  // 4 more, zero: vector loads may look past the last block
-  int32_t first;                   // 32-element steps from the start of value[0]'s block to `start`
-  int32_t shift;                   // log2(block_size / 32)
+class BlockPlaces {
+ protected:
+  struct Blocks {
+    int64_t first, count;
+  };
 
-  void load(const uint8_t* row, const RowLayout& l, int64_t start, int64_t count) {
+  Blocks find(const RowLayout& l, int64_t start, int64_t count) {
     const int log2_block = __builtin_ctzll(uint64_t(l.block_size));  // shifts: a division costs as much as decoding 64 elements
-    shift = log2_block - 5;
-    const int64_t block = start >> log2_block;
-    const int64_t blocks = ((start + count + l.block_size - 1) >> log2_block) - block;
-    first = int32_t(start / 32 - (block << shift));
-    load_block_scales(row, l, block, blocks, value);
-    for (int i = 0; i < 4; ++i) value[blocks + i] = 0.0f;
+    const int64_t first = start >> log2_block;
+    shift_ = log2_block - 5;
+    first_ = int32_t(start / 32 - (first << shift_));
+    return {first, ((start + count + l.block_size - 1) >> log2_block) - first};
   }
 
-  // Scale of the 32 elements from `start` + 32 * step.
-  float at(int64_t step) const { return value[(first + step) >> shift]; }
-  const float* from(int64_t step) const { return value + ((first + step) >> shift); }
+  // Of the 32 elements from `start` + 32 * step.
+  int64_t index(int64_t step) const { return (first_ + step) >> shift_; }
+
+ private:
+  int32_t first_;  // 32-element steps from the start of the first block to `start`
+  int32_t shift_;  // log2(block_size / 32)
+};
+
+// Decoded scales, for groups that are decoded between other work: a row's come at once.
+struct BlockScales : private BlockPlaces {
+  static constexpr bool kWholeRow = false;  // load() says of which elements
+  static constexpr bool kInPlace = false;
+  float value[kStretch / 32 + 4];  // 4 more, zero: vector loads may look past the last block
+
+  void load(const uint8_t* row, const RowLayout& l, int64_t start, int64_t count) {
+    const Blocks blocks = find(l, start, count);
+    load_block_scales(row, l, blocks.first, blocks.count, value);
+    for (int i = 0; i < 4; ++i) value[blocks.count + i] = 0.0f;
+  }
+
+  float at(int64_t step) const { return value[index(step)]; }
+  const float* from(int64_t step) const { return value + index(step); }
+};
+
+// Scales where they lie, for groups that are decoded one after the other: a copy of a panel's few takes as long as such a group. Those of
+// -dq are decoded. It may point into itself.
+class ScalesInPlace : private BlockPlaces {
+ public:
+  static constexpr bool kWholeRow = false;
+  static constexpr bool kInPlace = true;  // nothing past those of a group may be read
+
+  ScalesInPlace() = default;
+  ScalesInPlace(const ScalesInPlace&) = delete;
+
+  // Of whole groups.
+  void load(const uint8_t* row, const RowLayout& l, int64_t start, int64_t count) { locate(row, l, find(l, start, count)); }
+
+  // Of a last group that is not whole: a copy, with zeros for what it lacks. No branches; a loop would become a call of memcpy.
+  void load_tail(const uint8_t* row, const RowLayout& l, int64_t start, int64_t count) {
+    const Blocks blocks = find(l, start, count);
+    locate(row, l, blocks);
+    uint32_t bits[4];
+#pragma GCC unroll 4
+    for (int64_t b = 0; b < 4; ++b) {
+      memcpy(bits + b, scales_ + 4 * (b < blocks.count ? b : 0), 4);
+      bits[b] &= -uint32_t(b < blocks.count);
+    }
+    memcpy(copied_, bits, sizeof bits);
+    scales_ = reinterpret_cast<const uint8_t*>(copied_);
+  }
+
+  float at(int64_t step) const {
+    float scale;
+    memcpy(&scale, from(step), 4);
+    return scale;
+  }
+  const uint8_t* from(int64_t step) const { return scales_ + 4 * index(step); }
+
+ private:
+  void locate(const uint8_t* row, const RowLayout& l, const Blocks& blocks) {
+    if (is_double_quantized(l.format)) {
+      load_block_scales(row, l, blocks.first, blocks.count, copied_);
+      scales_ = reinterpret_cast<const uint8_t*>(copied_);
+    } else {
+      scales_ = row + l.scales_offset + 4 * blocks.first;
+    }
+  }
+
+  const uint8_t* scales_;  // floats, unaligned
+  float copied_[kStretch / 32];
 };
 
 // The one scale of a row of 8-bit codes.
 struct RowScale {
   static constexpr bool kWholeRow = true;
+  static constexpr bool kInPlace = false;
   float value;
 
   void load(const uint8_t* row, const RowLayout& l, int64_t, int64_t) {
@@ -56,18 +122,18 @@ struct RowScale {
   }
 };
 
+// Scales of a row's direct products, and of its part of a panel.
+template <class Direct, class Panel = Direct>
+struct ScaleTypes {
+  using Scales = Direct;
+  using PanelScales = Panel;
+};
 template <Codes codes>
-struct ScalesOf {
-  using Type = BlockScales;
-};
+struct ScalesOf : ScaleTypes<BlockScales, ScalesInPlace> {};
 template <>
-struct ScalesOf<Codes::kInt8> {
-  using Type = RowScale;
-};
+struct ScalesOf<Codes::kInt8> : ScaleTypes<RowScale> {};
 template <>
-struct ScalesOf<Codes::kFP8> {
-  using Type = RowScale;
-};
+struct ScalesOf<Codes::kFP8> : ScaleTypes<RowScale> {};
 
 }  // namespace
 }  // namespace halfbyte::cpu

@@ -261,7 +261,7 @@ template <class Product, Codes codes>
 class WeightRows {
   using L = Layout<Product>;
   using D = Decoder<Product, codes>;
-  using Scales = typename D::Scales;
+  using Scales = typename D::PanelScales;
   static constexpr int64_t kGroupUnits = kGroup / Product::kUnitElements;
 
  public:
@@ -278,9 +278,9 @@ class WeightRows {
   }
 
   void decode(int64_t r, const uint8_t* row, int64_t unit, int64_t count, float* out, const uint8_t* next, int64_t next_unit) const {
-    decode_row<Product, codes, L::kVectorStep>(decoder, row, l, unit / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits, out,
-                                               Scales::kWholeRow ? scales + r : nullptr,
-                                               L::kFetchDecoding ? next + codes_at(next_unit) : nullptr);
+    const auto place = [&](int64_t i) __attribute__((always_inline)) { return out + i * L::kVectorStep; };
+    decode_row<Product, codes>(decoder, row, l, unit / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits, place,
+                               Scales::kWholeRow ? scales + r : nullptr, L::kFetchDecoding ? next + codes_at(next_unit) : nullptr);
     if (!Scales::kWholeRow) prefetch(next + scales_at(l, next_unit * Product::kUnitElements));
   }
 

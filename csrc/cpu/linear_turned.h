@@ -39,22 +39,25 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
   constexpr int64_t kStride = kGroupUnits + 16;  // rows would share L1 sets
   // Of codes that are fetched: 16 rows are too many for the CPU to see where they go on. At their ends those of the rows behind.
   constexpr int64_t kAhead = 256;
-  const int64_t start = first * kElements, length = count * kElements;
-  typename D::Scales scales[kLanes];
-  for (int64_t r = 0; r < rows && r < kLanes; ++r)
-    scales[r].load(packed + r * l.row_bytes, l, start, length < l.in_features - start ? length : l.in_features - start);
+  const int64_t start = first * kElements, left = l.in_features - start, length = count * kElements < left ? count * kElements : left;
+  const int64_t whole = length / kGroup;
+  typename D::PanelScales scales[kLanes];
+  for (int64_t r = 0; r < rows && r < kLanes; ++r) scales[r].load(packed + r * l.row_bytes, l, start, whole * kGroup);
   alignas(64) float block[kLanes * kStride] = {};  // zeros where there is no row
   const auto byte_of = [](int64_t unit) { return unit / kGroupUnits * D::kCodeBytes; };
   const int64_t first_byte = byte_of(first), end_byte = byte_of(round_up(first + count, kGroupUnits));
   for (int64_t u = 0; u < count; u += kGroupUnits, panel += kGroupUnits * kRun) {
     const int64_t at = byte_of(first + u) + kAhead;
     const uint8_t* const next = packed + (at < end_byte ? at : kLanes * l.row_bytes + at - end_byte + first_byte);
+    const int64_t g = u / kGroupUnits;
     for (int64_t r = 0; r < rows && r < kLanes; ++r) {
       for (int64_t i = 0; kLanes == 16 && i < D::kCodeBytes; i += 64) prefetch(next + r * l.row_bytes + i);
       typename Product::Values v[Product::kVectors];
       TailCodes<codes> tail;
       const uint8_t* group = codes_of_group(packed + r * l.row_bytes, l, (first + u) / kGroupUnits, tail);
-      decoder.template scaled<true>(group, scales[r], u / kGroupUnits, v);
+      if constexpr (!D::PanelScales::kWholeRow)
+        if (g == whole) scales[r].load_tail(packed + r * l.row_bytes, l, start + g * kGroup, length - g * kGroup);
+      decoder.template scaled<true>(group, scales[r], g < whole ? g : 0, v);
 #pragma GCC unroll 8
       for (int i = 0; i < Product::kVectors; ++i) store_values(block + r * kStride + i * kLanes, v[i]);
     }

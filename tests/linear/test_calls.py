@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from .oracle import INT8, NF4, assert_within, make, ops, tokens_like
+from .oracle import DTYPES, FP4, FP4_DQ, FP8, INT8, NF4, NF4_DQ, assert_within, make, ops, tokens_like
 
 
 def test_shapes_strides_and_empties() -> None:
@@ -122,6 +126,44 @@ def test_concurrent_calls_and_clears() -> None:
     assert not wrong
     ops.clear_workspace()
     assert ops.workspace_bytes() == 0  # ended threads took theirs along
+
+
+@contextmanager
+def where_memory_ends(matrix: torch.Tensor) -> Iterator[torch.Tensor]:
+    """A copy of `matrix` (uint8) whose last byte lies before a page that may not be read."""
+    libc, page = ctypes.CDLL(None, use_errno=True), mmap.PAGESIZE
+    libc.mprotect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+    before = -(-matrix.numel() // page) * page
+    memory = mmap.mmap(-1, before + page)
+    end = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + before
+    copy = torch.frombuffer(memory, dtype=torch.uint8, count=matrix.numel(), offset=before - matrix.numel())
+    copy.copy_(matrix.flatten())
+    assert libc.mprotect(end, page, 0) == 0  # PROT_NONE
+    yield copy.view_as(matrix)
+    assert libc.mprotect(end, page, mmap.PROT_READ | mmap.PROT_WRITE) == 0
+
+
+@pytest.mark.parametrize("K", [1, 64, 129, 192, 576, 1057, 4225])
+@pytest.mark.parametrize(
+    ("format", "block_size"),
+    [(NF4, 32), (NF4, 64), (FP4, 128), (NF4, 4096), (NF4_DQ, 32), (FP4_DQ, 64), (INT8, 0), (FP8, 0)],
+)
+def test_what_follows_a_weight_is_not_read(format: int, block_size: int, K: int) -> None:
+    """Not past its memory, which would end this process; nor is what lies there (a scale of NaN) part of any result."""
+    rows = 21
+    packed, _ = make(rows, K, format, block_size)
+    followed = torch.cat([packed, torch.full_like(packed, 0xFF)])[:rows]
+    with where_memory_ends(packed) as last:
+        for M in (1, 4, 9, 40, 515):
+            for dtype in DTYPES:
+                x, grad = tokens_like((M, K), dtype), tokens_like((M, rows), dtype)
+                output, back = (
+                    ops.linear(x, last, None, format, block_size, K),
+                    ops.linear_backward_input(grad, last, format, block_size, K),
+                )
+                assert output.isfinite().all() and back.isfinite().all()
+                assert torch.equal(output, ops.linear(x, followed, None, format, block_size, K))
+                assert torch.equal(back, ops.linear_backward_input(grad, followed, format, block_size, K))
 
 
 def test_everything_here_under_another_isa(other_isa: Any) -> None:
