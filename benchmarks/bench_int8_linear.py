@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from harness import Case
 
+from halfbyte import ops
 from halfbyte import reference_products as reference
 
 warnings.filterwarnings("ignore", module="bitsandbytes")
@@ -47,17 +48,17 @@ def int_mm_saturates(M: int, K: int) -> bool:
 
 
 def compare(report: harness.Report, M: int, name: str, source: list[torch.Tensor]) -> None:
-    ops, dtype, (N, K) = torch.ops.halfbyte, DTYPES[name], source[0].shape
+    dtype, (N, K) = DTYPES[name], source[0].shape
     weights = [w.to(dtype) for w in source]
-    packed = [ops.quantize(w, 4, 0) for w in source]
+    packed = [ops.quantize(w, "int8") for w in source]
     x, flops, moved = torch.randn(M, K).to(dtype), 2 * M * N * K, N * packed[0].shape[1]
     codes = [p[:, :K].view(torch.int8).contiguous().t() for p in packed]
-    q = ops.quantize(x, 4, 0)[:, :K].view(torch.int8).contiguous()
+    q = ops.quantize(x, "int8")[:, :K].view(torch.int8).contiguous()
     n = len(source)
     int_mm = "torch._int_mm alone (saturates)" if int_mm_saturates(M, K) else "torch._int_mm alone"
     cases = {
         "halfbyte": Case(lambda i: ops.int8_linear(x, packed[i % n], None, K), bytes=moved, flops=flops),
-        "halfbyte linear": Case(lambda i: ops.linear(x, packed[i % n], None, 4, 0, K), bytes=moved, flops=flops),
+        "halfbyte linear": Case(lambda i: ops.linear(x, packed[i % n], None, "int8", K), bytes=moved, flops=flops),
         "dense": Case(lambda i: F.linear(x, weights[i % n]), flops=flops),
         int_mm: Case(lambda i: torch._int_mm(q, codes[i % n]), flops=flops),
     }

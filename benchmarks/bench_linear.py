@@ -4,6 +4,7 @@
 
 Peers: `F.linear` on dense weights in the input's dtype (and fp32's for bf16 inputs, should that be the faster one),
 bitsandbytes' `matmul_4bit` (its inference path) and `dequantize_4bit` + `F.linear` (what its training path does).
+halfbyte is called as its users do, by `halfbyte.ops`: what the op of the dispatcher costs beside it says bench_overhead.py.
 With --rows, --features or --tokens only those are measured.
 """
 
@@ -17,6 +18,9 @@ import torch
 import torch.nn.functional as F
 from harness import Case
 
+from halfbyte import ops
+from halfbyte.formats import Format
+
 warnings.filterwarnings("ignore", module="bitsandbytes")
 
 BLOCK = 64
@@ -24,7 +28,7 @@ NARROW = ((192, 576), (576, 576), (1536, 576), (576, 1536))  # k and v, q and o,
 ALL_TOKENS = "1,2,4,8,16,32,64,128,512,2048"
 SIZE = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
-FORMATS = {"nf4": (0, 64), "fp4": (1, 64), "nf4-dq": (2, 64), "int8": (4, 0), "fp8": (5, 0)}
+FORMATS = ("nf4", "fp4", "nf4-dq", "int8", "fp8")
 
 
 def check(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> None:
@@ -60,18 +64,18 @@ Dense = dict[str, list[torch.Tensor]]
 
 
 def compare(report: harness.Report, title: str, M: int, name: str, format_name: str, dense: Dense) -> None:
-    ops, dtype, (format, block) = torch.ops.halfbyte, DTYPES[name], FORMATS[format_name]
+    dtype, format = DTYPES[name], Format.parse(format_name)
     source, weights = dense["fp32"], dense[name]
     N, K = source[0].shape
     x, grad, flops = torch.randn(M, K).to(dtype), torch.randn(M, N).to(dtype), 2 * M * N * K
-    row_bytes = ops.quantize(source[0][:1], format, block).shape[1]
-    packed = harness.rotate(lambda i: ops.quantize(source[i % len(source)], format, block), N * row_bytes)
+    row_bytes = format.row_bytes(K)
+    packed = harness.rotate(lambda i: ops.quantize(source[i % len(source)], format), N * row_bytes)
 
     def forward(i: int) -> torch.Tensor:
-        return ops.linear(x, packed[i % len(packed)], None, format, block, K)
+        return ops.linear(x, packed[i % len(packed)], None, format, K)
 
     def backward(i: int) -> torch.Tensor:
-        return ops.linear_backward_input(grad, packed[i % len(packed)], format, block, K)
+        return ops.linear_backward_input(grad, packed[i % len(packed)], format, K)
 
     cases = {
         "halfbyte": Case(forward, bytes=N * row_bytes, flops=flops),
@@ -88,7 +92,7 @@ def compare(report: harness.Report, title: str, M: int, name: str, format_name: 
         cases |= bitsandbytes_cases(weights, x, flops)
 
     def verify() -> None:
-        weight = ops.dequantize(packed[0], format, block, K, torch.float32).double()
+        weight = ops.dequantize(packed[0], format, K, torch.float32).double()
         a, g = x[:8].double(), grad[:8].double()
         check(forward(0)[:8], a @ weight.T, a.abs() @ weight.abs().T)
         check(backward(0)[:8], g @ weight, g.abs() @ weight.abs())

@@ -7,7 +7,8 @@ gradient and 30 us with one recorded, an optimizer step over 448 LoRA tensors 1 
 machinery costs torch: `Tensor.backward` and the engine are paid once for a whole model, so a layer's own share of both
 passes is the stack's row; a Python `autograd.Function` around two aten products is the floor of any op with a derivative
 that comes without C++ autograd (LibTorch's stable ABI has none). The optimizers step 448 tensors of 16 elements with 8-bit
-state: nothing but the host.
+state: nothing but the host. `torch.ops.halfbyte.linear` is the op of the dispatcher: its formula is Python, which is asked
+even where nothing requires a gradient; `halfbyte.ops.linear` and `QuantLinear` go past it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import nn
 
 import halfbyte.optim
 from halfbyte.nn import QuantLinear
-from halfbyte.ops import lora_linear
+from halfbyte.ops import linear, lora_linear
 
 CALLS = 200
 DEPTH, STACK_CALLS = 32, 10
@@ -95,6 +96,8 @@ def layers(report: harness.Report, grad: bool, backward: bool) -> None:
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "halfbyte QuantLinear": lambda: quant(x),
         "halfbyte QuantLinear int8 activations": lambda: int8(x),
+        "halfbyte.ops.linear": lambda: linear(x, weight, None, "nf4", 64),
+        "torch.ops.halfbyte.linear": lambda: torch.ops.halfbyte.linear(x, weight, None, 0, 64, 64),
         "halfbyte lora_linear": lambda: lora_linear(x, weight, None, a, b, 2.0, "nf4", 64),
         "dense nn.Linear": lambda: dense(x),
         "dense nn.Linear with LoRA": lambda: dense(x) + up(down(x)) * 2.0,
