@@ -7,8 +7,9 @@ gradient and 30 us with one recorded, an optimizer step over 448 LoRA tensors 1 
 machinery costs torch: `Tensor.backward` and the engine are paid once for a whole model, so a layer's own share of both
 passes is the stack's row; a Python `autograd.Function` around two aten products is the floor of any op with a derivative
 that comes without C++ autograd (LibTorch's stable ABI has none). The optimizers step 448 tensors of 16 elements with 8-bit
-state: nothing but the host. `torch.ops.halfbyte.linear` is the op of the dispatcher: its formula is Python, which is asked
-even where nothing requires a gradient; `halfbyte.ops.linear` and `QuantLinear` go past it.
+state: nothing but the host. "torch.ops" is the op of the dispatcher: its formula is Python, which is asked
+even where nothing requires a gradient; `halfbyte.ops.linear` and `QuantLinear` go past it. A call costs more where a kernel
+has replaced it in the caches, as in a model: a section puts a product before each.
 """
 
 from __future__ import annotations
@@ -18,12 +19,13 @@ from typing import Any
 
 import harness
 import torch
+import torch.nn.functional as F
 from harness import Case
 from torch import nn
 
 import halfbyte.optim
 from halfbyte.nn import QuantLinear
-from halfbyte.ops import linear, lora_linear
+from halfbyte.ops import dequantize, linear, lora_linear, quantize
 
 CALLS = 200
 DEPTH, STACK_CALLS = 32, 10
@@ -96,8 +98,8 @@ def layers(report: harness.Report, grad: bool, backward: bool) -> None:
     calls: dict[str, Callable[[], torch.Tensor]] = {
         "halfbyte QuantLinear": lambda: quant(x),
         "halfbyte QuantLinear int8 activations": lambda: int8(x),
-        "halfbyte.ops.linear": lambda: linear(x, weight, None, "nf4", 64),
-        "torch.ops.halfbyte.linear": lambda: torch.ops.halfbyte.linear(x, weight, None, 0, 64, 64),
+        "halfbyte ops.linear": lambda: linear(x, weight, None, "nf4", 64),
+        "halfbyte torch.ops": lambda: torch.ops.halfbyte.linear(x, weight, None, 0, 64, 64),
         "halfbyte lora_linear": lambda: lora_linear(x, weight, None, a, b, 2.0, "nf4", 64),
         "dense nn.Linear": lambda: dense(x),
         "dense nn.Linear with LoRA": lambda: dense(x) + up(down(x)) * 2.0,
@@ -121,12 +123,37 @@ def layers(report: harness.Report, grad: bool, backward: bool) -> None:
         return lambda: call().backward(seed)
 
     def verify() -> None:
-        want = torch.nn.functional.linear(x, quant.dequantize(torch.float32))
+        want = F.linear(x, quant.dequantize(torch.float32))
         torch.testing.assert_close(quant(x), want, rtol=1e-4, atol=1e-4)
 
     cases = {name: repeated(with_backward(call) if backward else call) for name, call in calls.items()}
     how = "forward + backward" if backward else "forward, gradient recorded" if grad else "forward, no gradient"
     report.compare(f"{CALLS} calls on (1, 64), {how}", cases, verify=verify, baseline="halfbyte QuantLinear")
+
+
+def after_products(report: harness.Report) -> None:
+    x, weight, dense = torch.randn(1, 64), quantize(torch.randn(64, 64)), torch.randn(64, 64)
+    a, b, out = torch.randn(512, 192), torch.randn(192, 576), torch.empty(512, 576)
+    op, calls = torch.ops.halfbyte.linear, 20
+    after: dict[str, Callable[[], object]] = {
+        "nothing": lambda: None,
+        "halfbyte ops.linear": lambda: linear(x, weight, None, "nf4", 64),
+        "halfbyte torch.ops": lambda: op(x, weight, None, 0, 64, 64),
+        "F.linear": lambda: F.linear(x, dense),
+    }
+
+    def verify() -> None:
+        want = F.linear(x, dequantize(weight, "nf4", 64, torch.float32))
+        for name, call in after.items():
+            if name.startswith("halfbyte"):
+                torch.testing.assert_close(call(), want, rtol=1e-4, atol=1e-4)
+
+    def both(call: Callable[[], object]) -> Callable[[], object]:
+        return lambda: (torch.mm(a, b, out=out), call())
+
+    cases = {name: repeated(both(call), calls) for name, call in after.items()}
+    title = f"{calls} products of 512 x 192 x 576, after each a call on (1, 64)"
+    report.compare(title, cases, verify=verify, baseline="nothing")
 
 
 def optimizers(report: harness.Report) -> None:
@@ -156,6 +183,7 @@ def main() -> None:
     torch.manual_seed(0)
     with torch.no_grad():
         layers(report, grad=False, backward=False)
+        after_products(report)
     layers(report, grad=True, backward=False)
     layers(report, grad=True, backward=True)
     stacks(report)
