@@ -47,6 +47,10 @@ WHOLE = [
     ("peak anonymous memory of it, MB", "finetune", "avx512", "peak MB", TRAINED, False),
     ("Zen 4: where glibc keeps freed memory, tokens a second", "finetune", "avx512", "kept: tokens/s", TRAINED, True),
     ("peak anonymous memory of this one, MB", "finetune", "avx512", "kept: peak MB", TRAINED, False),
+    ("Xeon with AMX: the same run, tokens a second", "finetune", "amx", "tokens/s", TRAINED, True),
+    ("peak anonymous memory of it, MB", "finetune", "amx", "peak MB", TRAINED, False),
+    ("Xeon with AMX: where glibc keeps freed memory, tokens a second", "finetune", "amx", "kept: tokens/s", TRAINED, True),
+    ("peak anonymous memory of this one, MB", "finetune", "amx", "kept: peak MB", TRAINED, False),
     ("Zen 4: loading a 446 M Llama, seconds", "load", "avx512", "seconds", LOADED, False),
     ("peak anonymous memory of that, MiB", "load", "avx512", "peak anonymous MiB", LOADED, False),
 ]
