@@ -55,10 +55,12 @@ struct ColumnLayout {
   static constexpr int64_t kTurnedUnits = Product::kUnitElements == 2 ? kStretch / 2 : kLargeL2 ? 2048 : 1024;
 
   static constexpr int64_t kRun = kTileVectors * kLanes;  // columns of one micro-kernel
-  // At most: a thread keeps the sums of kLinearTokens tokens beside them. One run where L2 keeps all tokens of a narrow layer beside it: by
+  // At most: a thread keeps the sums of kMostTokens tokens beside them. One run where L2 keeps all tokens of a narrow layer beside it: by
   // the next call a larger panel's memory is in L3, and decoding into it waits for that.
   static constexpr int64_t kTurnedColumns = kLargeL2 ? kRun : 640;
   static constexpr int64_t kTokensTogether = 1;
+  // Of a call. For twice as many, weights are decoded half as often, where L2 takes their sums.
+  static constexpr int64_t kMostTokens = (kLargeL2 ? 2 : 1) * kLinearTokens;
   // Tokens that meet all columns of a panel before the next ones do, a multiple of the micro-kernel's. L2 keeps their rows, and the next
   // ones are fetched meanwhile.
   static constexpr int64_t kStripTokens = kLanes < 16 ? 48 : 24;
@@ -147,7 +149,7 @@ struct ColumnLayout<Product> {
   static constexpr int64_t kTurnedColumns = 256;  // fewer are filled too often, and more have left L2 when the next call comes
   static constexpr int64_t kRun = kTileSide;
   static constexpr int64_t kTokensTogether = kTileSide;
-  static constexpr int64_t kStripTokens = kLinearTokens;
+  static constexpr int64_t kMostTokens = kLinearTokens, kStripTokens = kMostTokens;
   static constexpr int32_t kPackedUnits = 512;  // 2 KiB: with L1's sets in at most two places of a row, L1 could not hold two strips
 
   static constexpr int64_t together(int64_t all_units) { return matrix_together(all_units); }

@@ -266,7 +266,8 @@ struct TokenMatrix {
 // long as multiplying kDecodingTokens tokens. Blocks that threads prepare for themselves save them a sixteenth, as in token_blocks.
 inline int64_t column_block(const TokenMatrix& source, int64_t groups) {
   constexpr int64_t kDecodingTokens = 16, kMultiple = 16;  // of every matrix_tokens
-  const int64_t tokens = source.tokens, threads = torch::stable::get_num_threads(), fewest = (tokens + kLinearTokens - 1) / kLinearTokens;
+  const int64_t tokens = source.tokens, threads = torch::stable::get_num_threads();
+  const int64_t most = kernels().linear.in(source.compute).column_tokens, fewest = (tokens + most - 1) / most;
   int64_t best = 0, least = 0;
   for (int64_t parts = fewest; parts <= fewest + threads && (parts == fewest || tokens / parts >= kMultiple); ++parts) {
     const int64_t block = round_up((tokens + parts - 1) / parts, kMultiple);

@@ -52,10 +52,11 @@ struct TokenUnits {
 
 // What the kernels do in one arithmetic.
 struct LinearArithmetic {
-  bool any_tokens;          // `tiled`, `turned` and `backward` have it; the next six are for them
+  bool any_tokens;          // `tiled`, `turned` and `backward` have it; the next seven are for them
   int32_t block_rows;       // rows of `tiled`'s micro-kernel; no thread should get a part of them
   int32_t turned_rows;      // rows of `turned`'s micro-kernel
   int32_t matrix_tokens;    // tokens of a prepared matrix that lie together; no thread should get a part of them
+  int32_t column_tokens;    // the most tokens of a call of `turned` and `backward`
   int32_t matrix_units;     // a prepared matrix takes so many units for each token, or a multiple
   int32_t packed_units;     // a matrix of whole matrix_tokens and matrix_units is taken as it lies, unless it has a multiple of so many
   int32_t decoding_tokens;  // `tiled` decodes a weight in the time of multiplying it by so many tokens
@@ -88,17 +89,17 @@ struct LinearKernels {
                 const void* units, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch);
 
   // matrix (tokens, columns) of `dtype` -> units of tokens [begin, end) for `turned` and `backward`, `begin` a multiple of matrix_tokens,
-  // in a buffer of (tokens rounded up to matrix_tokens) x (columns in units, rounded up to matrix_units). Up to kLinearTokens tokens.
+  // in a buffer of (tokens rounded up to matrix_tokens) x (columns in units, rounded up to matrix_units). Up to column_tokens tokens.
   void (*prepare_matrix)(const void* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute, int64_t begin, int64_t end,
                          void* units);
 
-  // output[:, row_begin:row_end] for up to kLinearTokens tokens. For many tokens.
+  // output[:, row_begin:row_end] for up to column_tokens tokens. For many tokens.
   // scratch: turned_scratch's bytes, for that many rows.
   void (*turned)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, Compute compute,
                  const TokenUnits& input, int64_t tokens, const LowRank* low_rank, const LinearOutput& output, void* scratch);
   int64_t (*turned_scratch)(Compute compute, int64_t tokens, int64_t rows, int64_t in_features);
 
-  // output[:, group_begin * group : group_end * group] = grad (tokens, N) @ weight, for up to kLinearTokens tokens.
+  // output[:, group_begin * group : group_end * group] = grad (tokens, N) @ weight, for up to column_tokens tokens.
   // scratch: backward_scratch's bytes, for that many groups of columns and more.
   void (*backward)(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t group_end, const RowLayout& layout,
                    Compute compute, const TokenUnits& grad, int64_t tokens, const LowRank* low_rank, const LinearOutput& output,
@@ -132,7 +133,7 @@ inline constexpr int64_t kMostTileRows = 32;
 // Tokens of one call of `direct`. With more, registers hold the sums of fewer rows: two calls of 4 are faster than one of 8.
 inline constexpr int64_t kPassTokens = 4;
 
-// Tokens handled at once: 512 x 192 partial sums fit L2, and decoding a weight costs a few percent of 512 multiplications.
+// Tokens that `tiled` handles at once: 512 x 192 partial sums fit L2, and decoding a weight costs a few percent of 512 multiplications.
 inline constexpr int64_t kLinearTokens = 512;
 
 }  // namespace halfbyte::cpu

@@ -127,6 +127,7 @@ def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> Non
     ("M", "rows", "K"),
     [
         (600, 1101, 700),  # blocks of 512 tokens; backward, panels of 512 units and 256 columns (bf16: two rows each, 640)
+        (1100, 600, 700),  # blocks of 368 tokens (fp32 with AMX: 560)
         (70, 301, 4300),  # panels of 96 rows (AMX: 192) and of 4096 columns
         (20, 301, 4300),  # few tokens: of 12 rows (AMX: 32); backward, of 128 units of rows and 1024 columns
         (20, 301, 480),  # and of more rows, 240 units of pairs each: with 16 more they would lie 1 KiB apart

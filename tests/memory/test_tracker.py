@@ -92,13 +92,13 @@ def test_what_small_layers_leave_with_a_thread_of_a_cpu(rows: int, columns: int,
         layer = nn.Sequential(nn.Linear(columns, rows, bias=False))
         halfbyte.quantize_model(layer, "nf4")
         torch.ops.halfbyte.clear_workspace()
-        layer(torch.zeros(512, columns, dtype=dtype, requires_grad=True)).sum().backward()
+        layer(torch.zeros(1024, columns, dtype=dtype, requires_grad=True)).sum().backward()
         kept = torch.ops.halfbyte.workspace_bytes()
     finally:
         torch.set_num_threads(threads)
     planned = kernels.kept_bytes(rows, columns, dtype)
     assert kept <= 1.02 * planned < 2 * kept
-    assert dtype != torch.float32 or planned < kernels.WORKSPACE_PER_THREAD // 2
+    assert dtype != torch.float32 or planned < kernels.WORKSPACE_PER_THREAD
 
 
 @pytest.mark.parametrize(("isa", "small"), [("avx2", False), ("avx512_vnni", False), ("avx512", True), ("amx", True)])
