@@ -26,10 +26,9 @@ Tensor dequantize(const Tensor& packed, int64_t format, int64_t block_size, int6
   check_packed(op, packed, layout);
   const DType out_dtype = checked_dtype(op, "dtype", dtype);
   const Tensor source = as_contiguous(packed);
-  Tensor output = new_tensor(source, with_last_size(packed, in_features), dtype);
+  Tensor output = new_buffer(source, with_last_size(packed, in_features), dtype);
   const int64_t output_bytes = output.numel() * int64_t(output.element_size());
   void* const to = output.mutable_data_ptr();
-  prefer_huge_pages(to, output_bytes);
   dequantize_into(source.const_data_ptr<uint8_t>(), leading_numel(packed), layout, out_dtype, to,
                   bypasses_caches(to, output_bytes, output_bytes));
   return output;
@@ -49,12 +48,11 @@ std::vector<Tensor> dequantize_list(const std::vector<Tensor>& packed, int64_t f
   int64_t together = 0;
   for (size_t i = 0; i < packed.size(); ++i) {
     sources.push_back(as_contiguous(packed[i]));
-    outputs.push_back(new_tensor(packed[i], with_last_size(packed[i], in_features[i]), dtype));
+    outputs.push_back(new_buffer(packed[i], with_last_size(packed[i], in_features[i]), dtype));
     from.push_back(static_cast<const uint8_t*>(sources[i].const_data_ptr()));
     to.push_back(static_cast<char*>(outputs[i].mutable_data_ptr()));
     rows.push_back(leading_numel(packed[i]));
     bytes.push_back(rows[i] * in_features[i] * element_size);
-    prefer_huge_pages(to[i], bytes[i]);
     together += bytes[i];
   }
   std::vector<char> stream;

@@ -16,7 +16,7 @@ Tensor embedding(const Tensor& indices, const Tensor& packed, int64_t format, in
   const Tensor rows = as_contiguous(packed);
   std::vector<int64_t> sizes(indices.sizes().begin(), indices.sizes().end());
   sizes.push_back(embedding_dim);
-  Tensor output = new_tensor(rows, sizes, dtype);
+  Tensor output = new_buffer(rows, sizes, dtype);
   const int64_t count = ids.numel(), num_embeddings = packed.size(0);
   const void* id_data = ids.const_data_ptr();
   const auto id_at = [&](int64_t i) {
@@ -30,7 +30,6 @@ Tensor embedding(const Tensor& indices, const Tensor& packed, int64_t format, in
   const auto* source = rows.const_data_ptr<uint8_t>();
   auto* target = static_cast<char*>(output.mutable_data_ptr());
   const int64_t output_row = embedding_dim * int64_t(output.element_size());
-  prefer_huge_pages(target, count * output_row);
   const bool stream = bypasses_caches(target, count * output_row, count * output_row);
   const Kernels& table = kernels();
   parallel_rows(count, 1 + (int64_t(1) << 15) / embedding_dim, [&](int64_t begin, int64_t end) {

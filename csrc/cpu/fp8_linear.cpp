@@ -13,7 +13,7 @@ Tensor fp8_linear(const Tensor& input, const Tensor& packed, const std::optional
   std::optional<Tensor> added;
   if (bias) added = as_contiguous(*bias);
   const Tensor x = as_contiguous(input), weight = as_contiguous(packed);
-  Tensor output = torch::stable::new_empty(x, with_last_size(input, N), x.scalar_type());
+  Tensor output = new_buffer(x, with_last_size(input, N), x.scalar_type());
   if (N == 0 || tokens == 0) return output;
   const DType dtype = checked_dtype(op, "input", x.scalar_type());
   const int64_t most = std::min(tokens, kLinearTokens);

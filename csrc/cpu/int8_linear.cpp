@@ -34,7 +34,7 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
   std::optional<Tensor> added;
   if (bias) added = as_contiguous(*bias);
   const Tensor x = as_contiguous(input), weight = as_contiguous(packed);
-  Tensor output = new_tensor(x, with_last_size(input, N), x.scalar_type());
+  Tensor output = new_buffer(x, with_last_size(input, N), x.scalar_type());
   if (N == 0 || tokens == 0) return output;
   const DType dtype = checked_dtype(op, "input", x.scalar_type());
   const LinearKernels& shared = kernels().linear;

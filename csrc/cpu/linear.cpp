@@ -14,7 +14,7 @@ Tensor linear(const Tensor& input, const Tensor& packed, const std::optional<Ten
   std::optional<Tensor> added;
   if (bias) added = as_contiguous(*bias);
   const Tensor x = as_contiguous(input), weight = as_contiguous(packed);
-  Tensor output = new_tensor(x, with_last_size(input, rows), x.scalar_type());
+  Tensor output = new_buffer(x, with_last_size(input, rows), x.scalar_type());
   if (rows == 0 || tokens == 0) return output;
   const DType dtype = checked_dtype(op, "input", x.scalar_type());
   run_forward(x, tokens, weight.const_data_ptr<uint8_t>(), rows, layout, dtype, nullptr,
@@ -29,7 +29,7 @@ Tensor linear_backward_input(const Tensor& grad_output, const Tensor& packed, in
   const int64_t rows = packed.size(0), tokens = leading_numel(grad_output);
   const NoGradGuard no_grad;
   const Tensor grad = as_contiguous(grad_output), weight = as_contiguous(packed);
-  Tensor output = new_tensor(grad, with_last_size(grad_output, in_features), grad.scalar_type());
+  Tensor output = new_buffer(grad, with_last_size(grad_output, in_features), grad.scalar_type());
   if (tokens == 0) return output;
   if (rows == 0) return torch::stable::zero_(output);
   run_backward(grad, tokens, weight.const_data_ptr<uint8_t>(), rows, layout, checked_dtype(op, "grad_output", grad.scalar_type()),

@@ -11,6 +11,7 @@
 
 #include "../operands.h"
 #include "isa.h"
+#include "output_memory.h"
 #include "workspace.h"
 
 namespace halfbyte::cpu {
@@ -283,7 +284,7 @@ inline int64_t column_block(const TokenMatrix& source, int64_t groups) {
 inline Tensor prepare_matrix(const TokenMatrix& g, int64_t tokens, int64_t block) {
   if (g.ready()) return *g.matrix;
   const int64_t together = kernels().linear.in(g.compute).matrix_tokens;
-  Tensor units = new_tensor(*g.matrix, {g.bytes(tokens)}, ScalarType::Byte);
+  Tensor units = new_buffer(*g.matrix, {g.bytes(tokens)}, ScalarType::Byte);
   auto* out = static_cast<char*>(units.mutable_data_ptr());
   const int64_t strips = block / together, all = (tokens + together - 1) / together;
   parallel_rows(all, row_grain(g.columns * together), [&](int64_t begin, int64_t end) {

@@ -42,7 +42,7 @@ std::tuple<Tensor, Tensor> lora_linear(const Tensor& input, const Tensor& packed
   if (bias) added = as_contiguous(*bias);
   const Tensor x = as_contiguous(input), weight = as_contiguous(packed);
   const Tensor projected = project(op, x, as_contiguous(lora_A), kept), up = as_contiguous(lora_B);
-  Tensor output = new_tensor(x, with_last_size(input, rows), x.scalar_type());
+  Tensor output = new_buffer(x, with_last_size(input, rows), x.scalar_type());
   if (rows != 0 && tokens != 0) {
     const DType dtype = checked_dtype(op, "input", x.scalar_type());
     const LowRankOperands low{up, projected, groups, float(scaling)};
@@ -63,7 +63,7 @@ Tensor lora_linear_backward_input(const Tensor& grad_output, const Tensor& packe
   const NoGradGuard no_grad;
   const Tensor grad = as_contiguous(grad_output), weight = as_contiguous(packed);
   const Tensor low_grad = as_contiguous(grad_projected), down = as_contiguous(lora_A);
-  Tensor output = new_tensor(grad, with_last_size(grad_output, in_features), grad.scalar_type());
+  Tensor output = new_buffer(grad, with_last_size(grad_output, in_features), grad.scalar_type());
   if (tokens == 0) return output;
   const DType dtype = checked_dtype(op, "grad_output", grad.scalar_type());
   const auto* codes = weight.const_data_ptr<uint8_t>();

@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "../bridge.h"
+
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -22,6 +24,13 @@ inline void prefer_huge_pages(void* data, int64_t bytes) {
 #else
   (void)data, (void)bytes;
 #endif
+}
+
+// As new_tensor, for what may be large and is written as a whole.
+inline Tensor new_buffer(const Tensor& like, const std::vector<int64_t>& sizes, ScalarType dtype) {
+  Tensor buffer = new_tensor(like, sizes, dtype);
+  prefer_huge_pages(buffer.mutable_data_ptr(), buffer.numel() * int64_t(buffer.element_size()));
+  return buffer;
 }
 
 // Outputs of this size bypass the caches: past the last level of most machines nothing is read back from it anyway. (Where L3 is larger, a

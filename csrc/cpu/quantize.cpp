@@ -22,9 +22,8 @@ Tensor quantize_checked(const char* op, const Tensor& input, const std::optional
     s = as_contiguous(*scales);
   }
   if (into) check_target(op, *into, input, layout);
-  Tensor packed = into ? *into : new_tensor(x, with_last_size(input, layout.row_bytes), ScalarType::Byte);
+  Tensor packed = into ? *into : new_buffer(x, with_last_size(input, layout.row_bytes), ScalarType::Byte);
   const int64_t source_row = layout.in_features * int64_t(x.element_size());
-  if (!into) prefer_huge_pages(packed.mutable_data_ptr(), rows * layout.row_bytes);
   const auto* source = static_cast<const char*>(x.const_data_ptr());
   const float* given = s ? s->const_data_ptr<float>() : nullptr;
   auto* target = packed.mutable_data_ptr<uint8_t>();
@@ -60,12 +59,11 @@ std::vector<Tensor> quantize_list(const std::vector<Tensor>& input, int64_t form
   std::vector<int64_t> rows, columns;
   for (size_t i = 0; i < input.size(); ++i) {
     sources.push_back(as_contiguous(input[i]));
-    outputs.push_back(new_tensor(input[i], with_last_size(input[i], layouts[i].row_bytes), ScalarType::Byte));
+    outputs.push_back(new_buffer(input[i], with_last_size(input[i], layouts[i].row_bytes), ScalarType::Byte));
     from.push_back(static_cast<const char*>(sources[i].const_data_ptr()));
     to.push_back(static_cast<uint8_t*>(outputs[i].mutable_data_ptr()));
     rows.push_back(leading_numel(input[i]));
     columns.push_back(layouts[i].in_features);
-    prefer_huge_pages(to[i], rows[i] * layouts[i].row_bytes);
   }
   const Kernels& table = kernels();
   parallel_lists(rows, columns, kGrain, [&](size_t i, int64_t begin, int64_t end) {
