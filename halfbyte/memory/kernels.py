@@ -18,7 +18,7 @@ WORKSPACE_PER_THREAD = 1300 << 10
 """About what a thread of a CPU keeps: panels, sums and what it prepares for itself. Fewer with few tokens, which need no
 more than the forward's panel and sums; wide bf16 layers take up to 2 MiB more."""
 
-_BLOCK_TOKENS = 512, 1024  # kMostTokens of csrc/cpu; of float32 with AMX
+_BLOCK_TOKENS, _BLOCK_TOKENS_AMX_FLOAT32 = 512, 1024  # kMostTokens of csrc/cpu
 
 _SMALL_M, _TILED_M, _BACKWARD_M = 16, 128, 32
 # Where the device has wgmma: the tiled kernel's largest M, and the wgmma kernels'.
@@ -61,7 +61,7 @@ def kept_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
     the sums beside it are those of a block of tokens. (From 5 to some 250 tokens, panels have a fixed size: 972 KiB then.)
     """
     if dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_isa() in ("avx512", "amx")):  # multiplied as they lie
-        block = _BLOCK_TOKENS[dtype == torch.float32 and cpu_isa() == "amx"]
+        block = _BLOCK_TOKENS_AMX_FLOAT32 if dtype == torch.float32 and cpu_isa() == "amx" else _BLOCK_TOKENS
         return min(WORKSPACE_PER_THREAD, 4 * (rows * columns + block * (max(rows, columns) + 16)))
     return WORKSPACE_PER_THREAD
 
