@@ -1,4 +1,4 @@
-"""linear and linear_backward_input against bitsandbytes and dense torch: 4096 x 4096 by M, SmolLM2-135M's layers at M = 512.
+"""linear and linear_backward_input against bitsandbytes and dense torch: 4096 x 4096 and SmolLM2-135M's layers by M.
 
     python benchmarks/bench_linear.py --only "nf4 bf16 M=16" --seconds 5
 
@@ -26,6 +26,7 @@ warnings.filterwarnings("ignore", module="bitsandbytes")
 BLOCK = 64
 NARROW = ((192, 576), (576, 576), (1536, 576), (576, 1536))  # k and v, q and o, gate and up, down
 ALL_TOKENS = "1,2,4,8,16,32,64,128,512,2048"
+NARROW_TOKENS = (20, 128, 512)  # 20: no whole vectors
 SIZE = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 FORMATS = ("nf4", "fp4", "nf4-dq", "int8", "fp8")
@@ -128,10 +129,12 @@ def main() -> None:
                     compare(report, title, M, name, format_name, dense)
     if (args.rows, args.features, args.tokens) == (SIZE, SIZE, ALL_TOKENS):
         for rows, features in NARROW:
+            dense = dense_weights(rows, features)
             for name in DTYPES:
-                title = f"linear nf4 {name} M=512, {rows} x {features}"
-                if args.only in title:
-                    compare(report, title, 512, name, "nf4", dense_weights(rows, features))
+                for M in NARROW_TOKENS:
+                    title = f"linear nf4 {name} M={M}, {rows} x {features}"
+                    if args.only in title:
+                        compare(report, title, M, name, "nf4", dense)
     report.save()
 
 

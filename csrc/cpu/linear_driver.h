@@ -353,15 +353,18 @@ inline void forward_turned(const Forward& f) {
               table.turned_scratch(f.compute, std::min(f.tokens, block), f.rows, K), multiply);
 }
 
-// Preparing a token for `tiled`, and turning its sums, take as long as some 13 rows' products; turning a weight as long as 7 tokens'. From
-// a whole block of tokens on that is nothing, whatever the rows. Tokens that have to be widened to fp32 are prepared either way, and for
-// 192 rows as well packed.
+// Preparing a token for `tiled`, and turning its sums, take as long as some 13 rows' products; turning a weight as long as that of some
+// tokens. Tokens that have to be widened to fp32 are prepared either way. `tiled` multiplies whole vectors of tokens, `turned` whole runs
+// of rows.
 inline bool turned_is_faster(const Forward& f) {
-  constexpr int64_t kLeastTokens = 256;
-  const int64_t run = kernels().linear.in(f.compute).turned_rows;
+  const LinearKernels& table = kernels().linear;
+  const LinearArithmetic& arithmetic = table.in(f.compute);
+  const auto padding = [](int64_t n, int64_t whole) { return round_up(n, whole) - n; };
+  if (8 * padding(f.rows, arithmetic.turned_rows) > f.rows) return false;
+  const TurnedFrom& from = arithmetic.turned_from;
   const bool as_they_lie = f.compute == Compute::kBFloat16 || f.dtype == DType::kFloat32;
-  const bool enough = f.tokens >= std::clamp(f.rows, kLeastTokens, kLinearTokens);
-  return as_they_lie && enough && 8 * (round_up(f.rows, run) - f.rows) <= f.rows;
+  const int64_t fewest = as_they_lie ? std::clamp<int64_t>(f.rows / from.rows, from.tokens, kLinearTokens) : from.widened;
+  return f.tokens >= fewest || padding(f.tokens, table.lanes) >= from.padding;
 }
 
 inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,

@@ -50,9 +50,18 @@ struct TokenUnits {
   bool as_it_lies;
 };
 
+// When `turned` is faster than `tiled`, as measured: `turned_is_faster` of linear_driver.h.
+struct TurnedFrom {
+  static constexpr int32_t kNever = INT32_MAX;
+  int32_t tokens;   // at least so many
+  int32_t rows;     // and one for so many rows of the weight, but no more than kLinearTokens
+  int32_t widened;  // at least so many, where they have to be widened to fp32
+  int32_t padding;  // or any number that `tiled` pads with so many
+};
+
 // What the kernels do in one arithmetic.
 struct LinearArithmetic {
-  bool any_tokens;          // `tiled`, `turned` and `backward` have it; the next seven are for them
+  bool any_tokens;          // `tiled`, `turned` and `backward` have it; the next eight are for them
   int32_t block_rows;       // rows of `tiled`'s micro-kernel; no thread should get a part of them
   int32_t turned_rows;      // rows of `turned`'s micro-kernel
   int32_t matrix_tokens;    // tokens of a prepared matrix that lie together; no thread should get a part of them
@@ -60,6 +69,7 @@ struct LinearArithmetic {
   int32_t matrix_units;     // a prepared matrix takes so many units for each token, or a multiple
   int32_t packed_units;     // a matrix of whole matrix_tokens and matrix_units is taken as it lies, unless it has a multiple of so many
   int32_t decoding_tokens;  // `tiled` decodes a weight in the time of multiplying it by so many tokens
+  TurnedFrom turned_from;
   int32_t direct_tokens;    // up to this M the `direct` kernels are the faster ones; 0: they do not have it
 };
 

@@ -141,7 +141,7 @@ constexpr LinearKernels linear_kernels() {
   for_each_product(Products{}, [&]<class P>(P) {
     using C = ColumnLayout<P>;
     k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, int32_t(C::kRun), C::kTokensTogether,
-                                      int32_t(C::kMostTokens), int32_t(kUnitMultiple<P>), C::kPackedUnits, kOnTiles<P> ? 40 : 16, 0};
+                                      int32_t(C::kMostTokens), int32_t(kUnitMultiple<P>), C::kPackedUnits, kOnTiles<P> ? 40 : 16, C::kTurnedFrom, 0};
     constexpr int64_t forward = Layout<P>::kMany.floats() + Layout<P>::kSumsFloats;
     scratch = forward > scratch ? forward : scratch;
     // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4

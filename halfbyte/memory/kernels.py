@@ -58,7 +58,7 @@ def kept_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
     """About what a thread of a CPU keeps of the products of a layer (rows, columns) with inputs of a dtype.
 
     Where the weights of many tokens are turned, small layers leave less than others: no panel is larger than the layer, and
-    the sums beside it are those of a block of tokens. (From 5 to some 250 tokens, panels have a fixed size: 972 KiB then.)
+    the sums beside it are those of a block of tokens. (Fewer tokens, from 5 on, meet panels of a fixed size: 972 KiB then.)
     """
     if dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_isa() in ("avx512", "amx")):  # multiplied as they lie
         block = _BLOCK_TOKENS_AMX_FLOAT32 if dtype == torch.float32 and cpu_isa() == "amx" else _BLOCK_TOKENS

@@ -128,7 +128,9 @@ def test_few_bf16_tokens_to_17_bits(format: int, block_size: int, M: int) -> Non
     [
         (600, 1101, 700),  # blocks of 512 tokens; backward, panels of 512 units and 256 columns (bf16: two rows each, 640)
         (1100, 600, 700),  # blocks of 368 tokens (fp32 with AMX: 560)
-        (70, 301, 4300),  # panels of 96 rows (AMX: 192) and of 4096 columns
+        (1100, 50, 4300),  # rows that are no whole micro-kernels keep panels: blocks of 512 tokens
+        (45, 301, 4300),  # panels of 96 rows (AMX: 192) and of 4096 columns
+        (70, 301, 4300),  # turned weights with AVX-512
         (20, 301, 4300),  # few tokens: of 12 rows (AMX: 32); backward, of 128 units of rows and 1024 columns
         (20, 301, 480),  # and of more rows, 240 units of pairs each: with 16 more they would lie 1 KiB apart
         (600, 590, 700),  # turned weights, in blocks of columns
@@ -151,8 +153,8 @@ def test_more_than_one_block_of_everything(
 @pytest.mark.parametrize("K", [1, 63, 100, 576, 577, 4100])
 @pytest.mark.parametrize(("format", "block_size"), [(NF4, 32), (NF4, 64), (NF4, 4096), (FP4_DQ, 64), (INT8, 0), (FP8, 0)])
 def test_many_tokens_of_few_rows(format: int, block_size: int, K: int) -> None:
-    """From 256 tokens on, and no fewer than rows or 512, weights are turned, unless tokens have to be widened; 59 rows are
-    nearly whole micro-kernels everywhere, and 4100 columns more than one pass."""
+    """From 64 tokens on (AMX: 256) weights of few rows are turned, unless tokens have to be widened; 59 rows are nearly
+    whole micro-kernels everywhere, and 4100 columns more than one pass."""
     rows, M = 59, 261
     packed, weight = make(rows, K, format, block_size)
     for dtype in DTYPES:
@@ -170,12 +172,25 @@ def test_many_tokens_of_few_rows(format: int, block_size: int, K: int) -> None:
 
 @pytest.mark.parametrize("M", [511, 512, 515])
 def test_a_block_of_tokens_of_more_rows(M: int) -> None:
-    """From 512 tokens on weights are turned whatever the rows."""
+    """From 512 tokens on weights are turned whatever the rows, with AVX-512 those that meet widened tokens, too."""
     rows, K = 1088, 100
     packed, weight = make(rows, K, NF4, 64)
     for dtype in DTYPES:
         x, bias = tokens_like((M, K), dtype), tokens_like((rows,), dtype, seed=2)
         assert_within(ops.linear(x, packed, bias, NF4, 64, K), x, weight.T, bias)
+
+
+@pytest.mark.parametrize("K", [100, 700, 4300])
+@pytest.mark.parametrize(("format", "block_size"), [(NF4, 64), (FP4_DQ, 64), (INT8, 0), (FP8, 0)])
+def test_tokens_that_are_no_whole_vectors(format: int, block_size: int, K: int) -> None:
+    """With AVX-512 weights are turned for a number of tokens that panels would pad with 6 and more, and not with 5."""
+    rows = 128
+    packed, weight = make(rows, K, format, block_size)
+    for dtype in DTYPES:
+        x, bias = tokens_like((43, K), dtype), tokens_like((rows,), dtype, seed=2)
+        exact = Exact(x, weight.T, bias)
+        for M in (9, 10, 11, 17, 20, 26, 27, 33, 42, 43):
+            exact.check(ops.linear(x[:M], packed, bias, format, block_size, K))
 
 
 @pytest.mark.usefixtures("one_thread")
