@@ -363,8 +363,9 @@ inline bool turned_is_faster(const Forward& f) {
   if (8 * padding(f.rows, arithmetic.turned_rows) > f.rows) return false;
   const TurnedFrom& from = arithmetic.turned_from;
   const bool as_they_lie = f.compute == Compute::kBFloat16 || f.dtype == DType::kFloat32;
-  const int64_t fewest = as_they_lie ? std::clamp<int64_t>(f.rows / from.rows, from.tokens, kLinearTokens) : from.widened;
-  return f.tokens >= fewest || padding(f.tokens, table.lanes) >= from.padding;
+  const int64_t rows = as_they_lie ? from.rows : from.widened_rows;  // of a token
+  const bool enough = rows > 0 && f.tokens >= std::clamp<int64_t>(f.rows / rows, from.tokens, kLinearTokens);
+  return enough || padding(f.tokens, table.lanes) >= from.padding;
 }
 
 inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,

@@ -53,10 +53,10 @@ struct TokenUnits {
 // When `turned` is faster than `tiled`, as measured: `turned_is_faster` of linear_driver.h.
 struct TurnedFrom {
   static constexpr int32_t kNever = INT32_MAX;
-  int32_t tokens;   // at least so many
-  int32_t rows;     // and one for so many rows of the weight, but no more than kLinearTokens
-  int32_t widened;  // at least so many, where they have to be widened to fp32
-  int32_t padding;  // or any number that `tiled` pads with so many
+  int32_t tokens;        // from so many on,
+  int32_t rows;          // and one for so many rows of the weight, up to kLinearTokens
+  int32_t widened_rows;  // the same for tokens that have to be widened to fp32; 0: never
+  int32_t padding;       // or for any number of tokens that `tiled` pads with so many
 };
 
 // What the kernels do in one arithmetic.

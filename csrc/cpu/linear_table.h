@@ -140,8 +140,16 @@ constexpr LinearKernels linear_kernels() {
   int64_t scratch = 0;
   for_each_product(Products{}, [&]<class P>(P) {
     using C = ColumnLayout<P>;
-    k.arithmetic[int(P::kCompute)] = {true, Layout<P>::kBlockRows, int32_t(C::kRun), C::kTokensTogether,
-                                      int32_t(C::kMostTokens), int32_t(kUnitMultiple<P>), C::kPackedUnits, kOnTiles<P> ? 40 : 16, C::kTurnedFrom, 0};
+    k.arithmetic[int(P::kCompute)] = {.any_tokens = true,
+                                      .block_rows = Layout<P>::kBlockRows,
+                                      .turned_rows = int32_t(C::kRun),
+                                      .matrix_tokens = C::kTokensTogether,
+                                      .column_tokens = int32_t(C::kMostTokens),
+                                      .matrix_units = int32_t(kUnitMultiple<P>),
+                                      .packed_units = C::kPackedUnits,
+                                      .decoding_tokens = kOnTiles<P> ? 40 : 16,
+                                      .turned_from = C::kTurnedFrom,
+                                      .direct_tokens = 0};
     constexpr int64_t forward = Layout<P>::kMany.floats() + Layout<P>::kSumsFloats;
     scratch = forward > scratch ? forward : scratch;
     // On the CPU with AMX that was measured (csrc/README.md) a vdpbf16ps takes as long as four multiply-adds in fp32; past 4
