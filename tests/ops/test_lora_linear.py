@@ -71,7 +71,7 @@ def check_values(
 @pytest.mark.parametrize("splits", [(), (20, 0, 40)])
 def test_values_and_gradients(dtype: torch.dtype, adapter: torch.dtype, splits: tuple[int, ...]) -> None:
     for format in ("nf4", "fp4-dq:32", "int8", "fp8"):
-        for M in (1, 8, 9, 20, 62, 70, 270):  # turned weights with AVX-512: 20, 70, 270; with AVX2 from 70 on, with AMX: 270
+        for M in (1, 8, 9, 20, 62, 70, 270):  # turned weights with AVX-512: 20, 70, 270; AVX2, fp32: 70, 270; AMX: 270
             check_values(M, 60, 100, 5, splits, format, dtype, adapter)
 
 
@@ -178,7 +178,7 @@ def test_the_gradient_of_a_layer_without_rows_is_that_of_its_branch(M: int) -> N
         assert bool(((gradient.double() - exact).abs() <= ROUNDING[dtype] * exact.abs() + 8 * 2.0**-24 * terms).all())
 
 
-@pytest.mark.parametrize("M", [60, 90, 290, 520])  # turned weights: AVX-512 from 90 on, AVX2 and AMX from 290
+@pytest.mark.parametrize("M", [60, 90, 290, 520])  # turned weights: AVX-512 from 90 on (without bf16 units 290), AMX 520
 def test_results_do_not_depend_on_threads(M: int) -> None:
     packed = random_packed(Format.parse("nf4"), 301, 260)
     x, bias, a, b = (t.detach() for t in leaves(M, 301, 260, 6, torch.bfloat16, torch.float32))
