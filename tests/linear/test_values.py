@@ -153,8 +153,8 @@ def test_more_than_one_block_of_everything(
 @pytest.mark.parametrize("K", [1, 63, 100, 576, 577, 4100])
 @pytest.mark.parametrize(("format", "block_size"), [(NF4, 32), (NF4, 64), (NF4, 4096), (FP4_DQ, 64), (INT8, 0), (FP8, 0)])
 def test_many_tokens_of_few_rows(format: int, block_size: int, K: int) -> None:
-    """From 64 tokens on (AMX: 256) weights of few rows are turned, unless tokens have to be widened; 59 rows are nearly
-    whole micro-kernels everywhere, and 4100 columns more than one pass."""
+    """From 64 tokens on (AMX: 256) weights of few rows are turned; tokens that have to be widened meet them with AVX-512
+    alone. 59 rows are nearly whole micro-kernels everywhere, and 4100 columns more than one pass."""
     rows, M = 59, 261
     packed, weight = make(rows, K, format, block_size)
     for dtype in DTYPES:
@@ -172,7 +172,7 @@ def test_many_tokens_of_few_rows(format: int, block_size: int, K: int) -> None:
 
 @pytest.mark.parametrize("M", [511, 512, 515])
 def test_a_block_of_tokens_of_more_rows(M: int) -> None:
-    """From 512 tokens on weights are turned whatever the rows, with AVX-512 those that meet widened tokens, too."""
+    """From 512 tokens on weights are turned whatever the rows, for widened tokens with AVX-512 alone."""
     rows, K = 1088, 100
     packed, weight = make(rows, K, NF4, 64)
     for dtype in DTYPES:
