@@ -2,7 +2,7 @@
 
     python benchmarks/bench_linear.py --only "nf4 bf16 M=16" --seconds 5
 
-Peers: `F.linear` on dense weights in the input's dtype (and fp32's for bf16 inputs, should that be the faster one),
+Peers: `F.linear` on dense weights in the input's dtype (and fp32's for bf16 and fp16, should that be the faster one),
 bitsandbytes' `matmul_4bit` (its inference path) and `dequantize_4bit` + `F.linear` (what its training path does).
 halfbyte is called as its users do, by `halfbyte.ops`: what the op of the dispatcher costs beside it says bench_overhead.py.
 With --rows, --features or --tokens only those are measured.
@@ -28,7 +28,7 @@ NARROW = ((192, 576), (576, 576), (1536, 576), (576, 1536))  # k and v, q and o,
 ALL_TOKENS = "1,2,4,8,16,32,64,128,512,2048"
 NARROW_TOKENS = (20, 128, 512)  # 20: no whole vectors
 SIZE = 4096
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FORMATS = ("nf4", "fp4", "nf4-dq", "int8", "fp8")
 
 
@@ -64,6 +64,13 @@ def bitsandbytes_cases(weights: list[torch.Tensor], x: torch.Tensor, flops: int)
 Dense = dict[str, list[torch.Tensor]]
 
 
+def slow_backward(dtype: torch.dtype) -> bool:
+    """Whether torch's takes 0.1 s a token of 4096 x 4096 and more."""
+    if dtype == torch.float16:
+        return not torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    return dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2"
+
+
 def compare(report: harness.Report, title: str, M: int, name: str, format_name: str, dense: Dense) -> None:
     dtype, format = DTYPES[name], Format.parse(format_name)
     source, weights = dense["fp32"], dense[name]
@@ -84,11 +91,12 @@ def compare(report: harness.Report, title: str, M: int, name: str, format_name: 
         "dense": Case(lambda i: F.linear(x, weights[i % len(weights)]), flops=flops),
         "dense backward": Case(lambda i: grad @ weights[i % len(weights)], flops=flops),
     }
-    if name == "bf16":
-        if torch.backends.cpu.get_cpu_capability() == "AVX2" and M > 16:
-            del cases["dense backward"]  # 0.12 s a token
-        x32 = x.float()
+    if name != "fp32":
+        x32, grad32 = x.float(), grad.float()
         cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i % len(source)]), flops=flops)
+        cases["dense backward in fp32"] = Case(lambda i: grad32 @ source[i % len(source)], flops=flops)
+        if slow_backward(dtype) and M > 1:
+            del cases["dense backward"]
     if format_name == "nf4":
         cases |= bitsandbytes_cases(weights, x, flops)
 
@@ -100,13 +108,17 @@ def compare(report: harness.Report, title: str, M: int, name: str, format_name: 
 
     floors = {"read": N * row_bytes}
     if flops > 1 << 28:  # less is done before the floor's threads have started
-        floors[f"{name} products"] = flops // 2
+        floors["fp32 products" if name == "fp16" else f"{name} products"] = flops // 2  # as ours multiplies
     report.compare(title, cases, verify=verify, baseline="halfbyte", floors=floors)
 
 
 def dense_weights(rows: int, features: int) -> Dense:
     fp32 = harness.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
-    return {"fp32": fp32, "bf16": harness.rotate(lambda i: fp32[i % len(fp32)].bfloat16(), 2 * rows * features)}
+
+    def as_dtype(dtype: torch.dtype) -> list[torch.Tensor]:
+        return harness.rotate(lambda i: fp32[i % len(fp32)].to(dtype), 2 * rows * features)
+
+    return {name: fp32 if name == "fp32" else as_dtype(dtype) for name, dtype in DTYPES.items()}
 
 
 def main() -> None:
@@ -123,7 +135,8 @@ def main() -> None:
     for M in map(int, args.tokens.split(",")):
         for name in DTYPES:
             for format_name in FORMATS:
-                wanted = format_name == "nf4" or (M in (1, 16, 512) and name == "bf16")
+                some = M in (1, 16, 512)  # of every other format, and of fp16
+                wanted = (format_name == "nf4" and (some or name != "fp16")) or (some and name == "bf16")
                 title = f"linear {format_name} {name} M={M}"
                 if wanted and args.only in title:
                     compare(report, title, M, name, format_name, dense)

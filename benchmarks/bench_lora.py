@@ -1,4 +1,5 @@
-"""lora_linear, forward + backward at r = 16: against the same LoRA on dense weights and on bitsandbytes; 4096 x 4096, by M.
+"""lora_linear, forward + backward at r = 16: against the same LoRA on dense weights and on bitsandbytes; 4096 x 4096 and
+SmolLM2-135M's query projection, by M.
 
     python benchmarks/bench_lora.py --only "bf16 M=512" --seconds 5
 
@@ -6,12 +7,12 @@ The peers do what PEFT's layer does: y = base(x) + (d(x) A^T) B^T * scaling, gra
 row says so, else nothing. "dense" is `F.linear` on weights of the input's dtype, "dense in fp32" the same step in float32
 throughout (should that be the faster one), and bitsandbytes is `matmul_4bit` as its training path runs it. "two nodes" is
 PEFT's formula on our own `linear`: what fusing is worth. Adapters have the input's dtype, or float32 under bf16 ("bf16, fp32
-adapters"), as PEFT makes them by default.
+adapters"), as PEFT makes them by default. With --rows, --features or --tokens only those are measured.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import harness
 import torch
@@ -29,12 +30,13 @@ KINDS = {  # dtype of the input, of the adapter, dropout
     "fp32, dropout 0.1": (torch.float32, torch.float32, 0.1),
 }
 TOKENS = (16, 128, 512, 2048)
+SIZE = 4096
+NARROW, NARROW_TOKENS = 576, (4, 20, 128, 512)
+NARROW_KINDS = ("bf16", "bf16, fp32 adapters", "fp32")
 SCALING = 2.0
 
 
-def peft(
-    base: Callable[[Tensor], Tensor], x: Tensor, a: Tensor, b: Tensor, dropout: Callable[[Tensor], Tensor]
-) -> Tensor:
+def peft(base: Callable[[Tensor], Tensor], x: Tensor, a: Tensor, b: Tensor, dropout: Callable[[Tensor], Tensor]) -> Tensor:
     """PEFT's `lora.Linear.forward`."""
     return (base(x) + F.linear(F.linear(dropout(x.to(a.dtype)), a), b) * SCALING).to(x.dtype)
 
@@ -45,10 +47,10 @@ def dropout_kept(x: Tensor, p: float) -> Tensor:
     return (mask.unsqueeze(-1) >> torch.arange(8) & 1).flatten(-2)
 
 
-def compare(report: harness.Report, M: int, name: str, rank: int, source: list[Tensor]) -> None:
+def compare(report: harness.Report, title: str, M: int, name: str, rank: int, source: list[Tensor]) -> None:
     (dtype, adapter, p), (N, K) = KINDS[name], source[0].shape
-    dense = [w.to(dtype) for w in source]
-    packed = [quantize(w, "nf4") for w in source]
+    dense = harness.rotate(lambda i: source[i % len(source)].to(dtype), dtype.itemsize * N * K)
+    packed = harness.rotate(lambda i: quantize(source[i % len(source)], "nf4"), N * K // 2)
     grad = torch.randn(M, N).to(dtype)
 
     def leaves(of: torch.dtype, low: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -63,7 +65,7 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
         leaves: tuple[Tensor, Tensor, Tensor], output: Callable[[int], Tensor], grad: Tensor
     ) -> Callable[[int], object]:
         def run(i: int) -> tuple[Tensor, ...]:
-            y = output(i % len(source))
+            y = output(i)
             return y.detach(), *torch.autograd.grad(y, leaves, grad)
 
         return run
@@ -73,27 +75,30 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
 
     x, a, b = mine = leaves(dtype, adapter)
     cases = {
-        "halfbyte": step(mine, lambda i: lora_linear(x, packed[i], None, a, b, SCALING, "nf4", K, dropout=p), grad),
-        "halfbyte two nodes": step(
-            mine, lambda i: peft(lambda t: linear(t, packed[i], None, "nf4", K), x, a, b, drop), grad
+        "halfbyte": step(
+            mine, lambda i: lora_linear(x, packed[i % len(packed)], None, a, b, SCALING, "nf4", K, dropout=p), grad
         ),
-        "dense": step(mine, lambda i: peft(lambda t: F.linear(t, dense[i]), x, a, b, drop), grad),
+        "halfbyte two nodes": step(
+            mine, lambda i: peft(lambda t: linear(t, packed[i % len(packed)], None, "nf4", K), x, a, b, drop), grad
+        ),
+        "dense": step(mine, lambda i: peft(lambda t: F.linear(t, dense[i % len(dense)]), x, a, b, drop), grad),
     }
     if dtype == torch.bfloat16:
         x32, a32, b32 = wide = leaves(torch.float32, torch.float32)
         cases["dense in fp32"] = step(
-            wide, lambda i: peft(lambda t: F.linear(t, source[i]), x32, a32, b32, drop), grad.float()
+            wide, lambda i: peft(lambda t: F.linear(t, source[i % len(source)]), x32, a32, b32, drop), grad.float()
         )
     try:
         import bitsandbytes as bnb
         from bitsandbytes.functional import quantize_4bit
 
-        theirs = [quantize_4bit(w, blocksize=64, quant_type="nf4") for w in dense]
-        cases["bitsandbytes"] = step(
-            mine,
-            lambda i: peft(lambda t: bnb.matmul_4bit(t, theirs[i][0].t(), quant_state=theirs[i][1]), x, a, b, drop),
-            grad,
-        )
+        theirs = harness.rotate(lambda i: quantize_4bit(dense[i % len(dense)], blocksize=64, quant_type="nf4"), N * K // 2)
+
+        def base(t: Tensor, i: int) -> Tensor:
+            data, state = theirs[i % len(theirs)]
+            return bnb.matmul_4bit(t, data.t(), quant_state=state)  # type: ignore[no-any-return, attr-defined]
+
+        cases["bitsandbytes"] = step(mine, lambda i: peft(lambda t: base(t, i), x, a, b, drop), grad)
     except ImportError:
         pass
     if dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2" and M > 16:
@@ -116,7 +121,6 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
 
     flops = 4 * M * N * K + 8 * M * rank * (N + K) - 2 * M * rank * K
     timed = {case: Case(run, flops=flops) for case, run in cases.items()}
-    title = f"LoRA r={rank} nf4 {name} M={M}, forward + backward"
     floors = {f"{name[:4]} products": flops // 2} if flops > 1 << 28 else None
     report.compare(title, timed, verify=verify, baseline="halfbyte", floors=floors)
 
@@ -124,19 +128,27 @@ def compare(report: harness.Report, M: int, name: str, rank: int, source: list[T
 def main() -> None:
     args = harness.arguments(
         __doc__,
-        rows={"type": int, "default": 4096, "help": "out_features"},
-        features={"type": int, "default": 4096, "help": "in_features"},
+        rows={"type": int, "default": SIZE, "help": "out_features"},
+        features={"type": int, "default": SIZE, "help": "in_features"},
         rank={"type": int, "default": 16, "help": "rank of the adapters"},
         tokens={"default": ",".join(map(str, TOKENS)), "help": "values of M"},
     )
     report = harness.Report("lora", args)
     harness.reuse_memory()  # every case here makes tensors of 8 to 64 MiB; fresh pages would be half of what is timed
     torch.manual_seed(0)
-    source = [torch.randn(args.rows, args.features) * 0.02 for _ in range(2)]
-    for M in map(int, args.tokens.split(",")):
-        for name in KINDS:
-            if args.only in f"LoRA r={args.rank} nf4 {name} M={M}, forward + backward":
-                compare(report, M, name, args.rank, source)
+
+    def measure(rows: int, features: int, tokens: Iterable[int], names: Iterable[str], size: str = "") -> None:
+        source = harness.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
+        for M in tokens:
+            for name in names:
+                title = f"LoRA r={args.rank} nf4 {name} M={M}{size}, forward + backward"
+                if args.only in title:
+                    compare(report, title, M, name, args.rank, source)
+
+    tokens = ",".join(map(str, TOKENS))
+    measure(args.rows, args.features, map(int, args.tokens.split(",")), KINDS)
+    if (args.rows, args.features, args.tokens) == (SIZE, SIZE, tokens):
+        measure(NARROW, NARROW, NARROW_TOKENS, NARROW_KINDS, f", {NARROW} x {NARROW}")
     report.save()
 
 

@@ -224,7 +224,7 @@ void pack_matrix(const T* matrix, int64_t tokens, int64_t columns, int64_t begin
           continue;
         }
       }
-      for (int64_t i = 0; i < given; ++i) convert(out[i], row[first + i]);
+      convert_row(row + first, given, out);
       for (int64_t i = given; i < room; ++i) convert(out[i], 0.0f);
     }
   }

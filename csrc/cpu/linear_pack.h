@@ -47,6 +47,18 @@ inline void convert(BFloat16& to, BFloat16 from) { to = from; }
 inline void convert(BFloat16& to, float from) { to = from_float<BFloat16>(from); }
 inline void convert(BFloat16& to, Float16 from) { to = from_float<BFloat16>(to_float(from)); }
 
+// `count` elements of a row, each as an E. fp16 by vectors: no compiler makes any of its loop, which has branches.
+template <class T, class E>
+inline void convert_row(const T* x, int64_t count, E* out) {
+  const int64_t whole = __is_same(T, Float16) ? count / kLanes * kLanes : 0;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    float values[kLanes];
+    store_values(values, load_floats(x + i));
+    for (int j = 0; j < kLanes; ++j) convert(out[i + j], values[j]);
+  }
+  for (int64_t i = whole; i < count; ++i) convert(out[i], x[i]);
+}
+
 // Which units of a decoded group hold its first half, if they can be told apart: the lower lanes of its vectors, or the first vectors.
 enum class FirstHalf { kMixed, kLanes, kVectors };
 
@@ -96,12 +108,14 @@ inline void order_group(const T* x, int64_t count, typename Product::Element* ou
     memcpy(padded, x, size_t(count) * sizeof(T));
     x = padded;
   }
-  if constexpr (order.natural()) {  // a loop of its own: becomes vectors
-    for (int i = 0; i < kGroup; ++i) convert(out[i], x[i]);
+  if constexpr (order.natural()) {
+    convert_row(x, kGroup, out);
   } else if constexpr (requires { order_words(x, out); }) {  // has instructions for it
     order_words(x, out);
   } else {
-    for (int i = 0; i < kGroup; ++i) convert(out[i], x[order.element[i]]);
+    typename Product::Element values[kGroup];
+    convert_row(x, kGroup, values);
+    for (int i = 0; i < kGroup; ++i) out[i] = values[order.element[i]];
   }
 }
 
@@ -188,10 +202,16 @@ void pack_low_rank(const T* matrix, int64_t rows, int64_t columns, float factor,
   using E = typename Product::Element;
   E* out = static_cast<E*>(units) + offset;
   for (int64_t r = 0; r < rows; ++r, matrix += columns, out += stride * Product::kUnitElements) {
-    if (factor == 1.0f)  // mostly a copy
-      for (int64_t c = 0; c < columns; ++c) convert(out[c], matrix[c]);
-    else
-      for (int64_t c = 0; c < columns; ++c) convert(out[c], to_float(matrix[c]) * factor);
+    if (factor == 1.0f) {  // mostly a copy
+      convert_row(matrix, columns, out);
+      continue;
+    }
+    float values[kGroup];
+    for (int64_t c = 0; c < columns; c += kGroup) {
+      const int64_t count = kGroup < columns - c ? kGroup : columns - c;
+      convert_row(matrix + c, count, values);
+      for (int64_t i = 0; i < count; ++i) convert(out[c + i], values[i] * factor);
+    }
   }
 }
 

@@ -10,17 +10,20 @@
 namespace halfbyte::cpu {
 namespace {
 
-// aten's products of bf16 by bf16 use bf16 units where there are any, which take two products at once.
-bool aten_is_faster(ScalarType dtype) {
-  return dtype == ScalarType::BFloat16 && kernels().linear.in(Compute::kBFloat16).any_tokens;
+// Whether to leave products to aten. Its ones of bf16 by bf16 use bf16 units where there are any, but a call costs more than few
+// multiply-adds, and of few ranks they take as long without tiles (csrc/README.md). `share`: how much of them one product is.
+bool aten_is_faster(ScalarType dtype, int64_t ranks, int64_t multiply_adds, int64_t share) {
+  const ThinKernels& thin = kernels().thin;
+  if (dtype != ScalarType::BFloat16 || !kernels().linear.in(Compute::kBFloat16).any_tokens) return false;
+  return multiply_adds / share > (ranks <= kFewRanks ? thin.few_ranks_most : thin.many_ranks_most);
 }
 
 // What the mask keeps of input (..., K), times lora_A (R, K)^T, in lora_dtype of both.
 Tensor project(const char* op, const Tensor& input, const Tensor& lora_A, const std::optional<Tensor>& mask) {
   const ScalarType dtype = lora_dtype(input, lora_A);
-  if (!mask && aten_is_faster(dtype)) return as_contiguous(aten_linear(input, lora_A, std::nullopt));
   const int64_t ranks = lora_A.size(0);
   const MatrixView x = matrix_view(op, "input", input, mask);
+  if (!mask && aten_is_faster(dtype, ranks, x.rows * x.columns * ranks, 1)) return as_contiguous(aten_linear(input, lora_A, std::nullopt));
   const Tensor result = new_tensor(input, with_last_size(input, ranks), dtype);
   const ThinFloats weight = thin_weight(input, matrix_view(op, "lora_A", lora_A));
   const ThinFloats sums = dtype == ScalarType::Float ? ThinFloats{result, ranks} : thin_floats(input, x.rows, x.rows, ranks);
@@ -89,12 +92,13 @@ std::tuple<Tensor, Tensor, Tensor> lora_linear_backward_adapter(const Tensor& gr
   const std::vector<int64_t> groups = checked_lora_adapter(op, grad_output, input, projected, lora_B, grad_projected, splits);
   const std::optional<Tensor> kept = checked_mask(op, input, input.size(input.dim() - 1), mask);
   const NoGradGuard no_grad;
-  if (!kept && aten_is_faster(projected.scalar_type()))
-    return adapter_gradients(grad_output, input, projected, lora_B, grad_projected, scaling, groups, needs_A, needs_B);
   const Tensor grad = as_contiguous(grad_output), x = as_contiguous(input), low = as_contiguous(projected), up = as_contiguous(lora_B);
   const MatrixView rows = matrix_view(op, "grad_output", grad), columns = matrix_view(op, "input", x, kept);
   const MatrixView coefficients = matrix_view(op, "projected", low), weight = matrix_view(op, "lora_B", up);
   const int64_t tokens = rows.rows, rank = weight.columns, stacked = coefficients.columns;
+  // Around its three products aten sums, scales and joins.
+  if (!kept && aten_is_faster(low.scalar_type(), rank, tokens * (2 * weight.rows * rank + columns.columns * stacked), 4))
+    return adapter_gradients(grad_output, input, projected, lora_B, grad_projected, scaling, groups, needs_A, needs_B);
   const Tensor grad_low = new_tensor(low, with_last_size(low, stacked), low.scalar_type());
   const auto gradient = [&](bool needed, int64_t of_rows, int64_t of_columns) {
     return new_tensor(up, needed ? std::vector<int64_t>{of_rows, of_columns} : std::vector<int64_t>{0}, up.scalar_type());

@@ -296,12 +296,31 @@ void store(const float* floats, int64_t stride, int64_t rows, int64_t columns, D
   with_elements(out, dtype, [&]<class T>(const T*) {
     T* to = static_cast<T*>(out);
     for (int64_t r = 0; r < rows; ++r, floats += stride, to += columns)
-      for (int64_t c = 0; c < columns; ++c) to[c] = from_float<T>(floats[c]);
+      store_values_of_row<Float32, T, false>(floats, columns, nullptr, to);
   });
 }
 
+// Two bf16 products at once gain from more than 32 ranks on, and less than aten's calls cost for fewer multiply-adds than these. AMX does
+// 16 times as many at once.
+#if defined(HALFBYTE_TILES)
+constexpr int64_t kFewRanksMost = int64_t(4) << 20;
+#else
+constexpr int64_t kFewRanksMost = INT64_MAX;
+#endif
+constexpr int64_t kManyRanksMost = int64_t(1) << 20;
+
 constexpr ThinKernels kernels() {
-  return {kRanks, kLanes, kColumns % 8 == 0 ? kColumns : 2 * kColumns, prepare, prepare_turned, project, gradient, add_kept, store};
+  return {.ranks = kRanks,
+          .lanes = kLanes,
+          .columns = kColumns % 8 == 0 ? kColumns : 2 * kColumns,
+          .few_ranks_most = kFewRanksMost,
+          .many_ranks_most = kManyRanksMost,
+          .prepare = prepare,
+          .prepare_turned = prepare_turned,
+          .project = project,
+          .gradient = gradient,
+          .add_kept = add_kept,
+          .store = store};
 }
 
 }  // namespace thin

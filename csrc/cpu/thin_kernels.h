@@ -19,10 +19,15 @@ struct ThinMatrix {
   int64_t mask_stride;  // bytes
 };
 
+constexpr int64_t kFewRanks = 32;
+
 struct ThinKernels {
   int32_t ranks;    // a thin operand's rank is padded with zeros to a multiple of it
   int32_t lanes;    // floats of a vector
   int32_t columns;  // that one call of `gradient` should take a multiple of, whole bytes of a mask
+  // Multiply-adds up to which a product takes no longer than aten's of bf16 by bf16 where that one uses bf16 units, of up to kFewRanks
+  // ranks and of more.
+  int64_t few_ranks_most, many_ranks_most;
 
   // matrix (rows, columns) of `dtype`, `row_stride` elements apart, times `factor` -> floats (rows, stride), zeros past columns.
   void (*prepare)(const void* matrix, DType dtype, int64_t row_stride, int64_t rows, int64_t columns, float factor, int64_t stride,

@@ -314,6 +314,28 @@ def test_results_are_rounded_once_to_nearest_even(dtype: torch.dtype) -> None:
             assert ((back != 0) & (back.abs() < 2.0**-14)).any()
 
 
+@pytest.mark.parametrize(("format", "block_size"), [(NF4, 64), (NF4_DQ, 64), (FP4, 32), (INT8, 0), (FP8, 0)])
+def test_every_finite_fp16_value_is_widened_exactly(format: int, block_size: int) -> None:
+    """All 63488 times one weight each: subnormals, zeros and whatever follows the last whole vector of a row."""
+    K = 250
+    # Scales are powers of two: neither codes times scales nor tokens times codes are rounded.
+    packed = ops.quantize(torch.eye(K) * {INT8: 127 / 128, FP8: 448 / 512}.get(format, 1.0), format, block_size)
+    decoded = ops.dequantize(packed, format, block_size, K, torch.float32)
+    scale = decoded.diagonal()
+    assert torch.equal(decoded, scale.diag())
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    values = bits.view(torch.float16)
+    values = values[values.isfinite()]
+    values = torch.cat([values, values[: -len(values) % K]]).view(-1, K)
+    expected = (values.float() * scale).half()
+    assert ((values != 0) & (values.abs() < 2.0**-14)).sum() > 2000
+    for M in (1, 3, 20, 100, len(values)):
+        for first in range(0, len(values), M):
+            x = values[first : first + M]
+            assert torch.equal(ops.linear(x, packed, None, format, block_size, K), expected[first : first + M])
+            assert torch.equal(ops.linear_backward_input(x, packed, format, block_size, K), expected[first : first + M])
+
+
 def test_fp8_nan_codes_decode_to_nan() -> None:
     packed, _ = make(3, 128, FP8, 0)
     packed[1, 5] = 0xFF  # never written by quantize

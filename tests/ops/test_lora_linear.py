@@ -83,9 +83,7 @@ def test_values_and_gradients(dtype: torch.dtype, adapter: torch.dtype, splits: 
         (1024, 1023, 640, 511, ()),  # backward, bf16: gradients and the largest panel are more than a thread keeps
     ],
 )
-def test_values_of_wide_branches(
-    M: int, N: int, K: int, rank: int, splits: tuple[int, ...], dtype: torch.dtype
-) -> None:
+def test_values_of_wide_branches(M: int, N: int, K: int, rank: int, splits: tuple[int, ...], dtype: torch.dtype) -> None:
     check_values(M, N, K, rank, splits, "nf4", dtype, dtype)
 
 
@@ -94,12 +92,15 @@ def test_values_of_wide_branches(
 def test_gradients_of_the_adapter(dtype: torch.dtype, adapter: torch.dtype) -> None:
     """The op alone, elementwise: sums in float32 of exact factors, each rounded once to its dtype.
 
-    bfloat16 by bfloat16 may be aten's: x A^T's gradient is rounded when summed, scaled and added to, before it reaches A.
+    bfloat16 by bfloat16 may be aten's (the last two): x A^T's gradient is rounded when summed, scaled and added to, before
+    it reaches A.
     """
     wide, step = dtype if dtype == adapter else torch.float32, 2.0**-24
-    between = 4 * 2.0**-8 if wide == torch.bfloat16 else 0.0
     small = itertools.product((1, 2, 50), (1, 3, 47, 48, 130), (65,), (1, 8))
-    for M, N, K, rank in (*small, (3, 33, 17, 20), (515, 100, 97, 4), (1100, 16, 600, 9), (7, 1100, 16, 16)):
+    large = ((3, 33, 17, 20), (515, 100, 97, 4), (1100, 16, 600, 9), (7, 1100, 16, 16), (20, 100, 90, 40))
+    atens = ((600, 300, 320, 32), (400, 200, 300, 40))  # with tiles; with bf16 units
+    for M, N, K, rank in (*small, *large, *atens):
+        between = 4 * 2.0**-8 if wide == torch.bfloat16 and (M, N, K, rank) in atens else 0.0
         generator = torch.Generator().manual_seed(M * N + rank)
         grad, x = (torch.randn(M, size, generator=generator).to(dtype) for size in (N, K))
         low, more = (torch.randn(M, 2 * rank, generator=generator).to(wide) for _ in range(2))
