@@ -1,16 +1,19 @@
-"""int8_linear (int8 rows, activations quantized per token) against our linear on the same rows and dense torch; by M.
+"""int8_linear (int8 rows, activations quantized per token) against our linear on the same rows and dense torch: 4096 x 4096
+and SmolLM2-135M's layers, by M.
 
     python benchmarks/bench_int8_linear.py --only "bf16 M=16" --seconds 5
 
 Peers: `F.linear` on dense weights in the input's dtype (and in float32 for bf16 inputs), bitsandbytes' `linear8bitlt`
 forward (`int8_vectorwise_quant` + `int8_linear_matmul` + `int8_mm_dequant`), torch's own int8 product on codes quantized
 beforehand (`torch._int_mm` alone: no quantization, no scales). With AVX2 that one adds pairs of bytes in 16 bits, which
-saturate: its row says so where products of 127 by 127 come out wrong.
+saturate: its row says so where products of 127 by 127 come out wrong. With --rows, --features or --tokens only those are
+measured.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterable
 
 import harness
 import torch
@@ -22,7 +25,9 @@ from halfbyte import reference_products as reference
 
 warnings.filterwarnings("ignore", module="bitsandbytes")
 
-TOKENS = (1, 4, 16, 128, 512)
+TOKENS = (1, 4, 8, 16, 20, 128, 512)
+SIZE = 4096
+NARROW, NARROW_TOKENS = ((192, 576), (576, 576), (1536, 576), (576, 1536)), (8, 20, 128, 512)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -31,7 +36,8 @@ def bitsandbytes_case(weights: list[torch.Tensor], x: torch.Tensor, flops: int) 
         import bitsandbytes.functional as BF
     except ImportError:
         return {}
-    quantized = [BF.int8_vectorwise_quant(weight.half()) for weight in weights]
+    size = weights[0].numel()
+    quantized = harness.rotate(lambda i: BF.int8_vectorwise_quant(weights[i % len(weights)].half()), size)
 
     def run(i: int) -> torch.Tensor:
         codes, scales, _ = quantized[i % len(quantized)]
@@ -47,24 +53,23 @@ def int_mm_saturates(M: int, K: int) -> bool:
     return bool((torch._int_mm(row, column) != 127 * 127 * K).any())
 
 
-def compare(report: harness.Report, M: int, name: str, source: list[torch.Tensor]) -> None:
+def compare(report: harness.Report, title: str, M: int, name: str, source: list[torch.Tensor]) -> None:
     dtype, (N, K) = DTYPES[name], source[0].shape
-    weights = [w.to(dtype) for w in source]
-    packed = [ops.quantize(w, "int8") for w in source]
+    weights = harness.rotate(lambda i: source[i % len(source)].to(dtype), dtype.itemsize * N * K)
+    packed = harness.rotate(lambda i: ops.quantize(source[i % len(source)], "int8"), N * K)
     x, flops, moved = torch.randn(M, K).to(dtype), 2 * M * N * K, N * packed[0].shape[1]
     codes = [p[:, :K].view(torch.int8).contiguous().t() for p in packed]
     q = ops.quantize(x, "int8")[:, :K].view(torch.int8).contiguous()
-    n = len(source)
     int_mm = "torch._int_mm alone (saturates)" if int_mm_saturates(M, K) else "torch._int_mm alone"
     cases = {
-        "halfbyte": Case(lambda i: ops.int8_linear(x, packed[i % n], None, K), bytes=moved, flops=flops),
-        "halfbyte linear": Case(lambda i: ops.linear(x, packed[i % n], None, "int8", K), bytes=moved, flops=flops),
-        "dense": Case(lambda i: F.linear(x, weights[i % n]), flops=flops),
-        int_mm: Case(lambda i: torch._int_mm(q, codes[i % n]), flops=flops),
+        "halfbyte": Case(lambda i: ops.int8_linear(x, packed[i % len(packed)], None, K), bytes=moved, flops=flops),
+        "halfbyte linear": Case(lambda i: ops.linear(x, packed[i % len(packed)], None, "int8", K), bytes=moved, flops=flops),
+        "dense": Case(lambda i: F.linear(x, weights[i % len(weights)]), flops=flops),
+        int_mm: Case(lambda i: torch._int_mm(q, codes[i % len(codes)]), flops=flops),
     }
     if name == "bf16":
         x32 = x.float()
-        cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i % n]), flops=flops)
+        cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i % len(source)]), flops=flops)
     cases |= bitsandbytes_case(source, x, flops)
 
     def verify() -> None:
@@ -72,24 +77,33 @@ def compare(report: harness.Report, M: int, name: str, source: list[torch.Tensor
         assert torch.equal(cases["halfbyte"].run(0)[:4, :64], expected), "not the integer oracle's bits"  # type: ignore[index]
 
     floors = {"read": moved} | ({"int8 products": flops // 2} if flops > 1 << 28 else {})
-    report.compare(f"int8_linear {name} M={M}", cases, verify=verify, baseline="halfbyte", floors=floors)
+    report.compare(title, cases, verify=verify, baseline="halfbyte", floors=floors)
 
 
 def main() -> None:
     args = harness.arguments(
         __doc__,
-        rows={"type": int, "default": 4096, "help": "out_features"},
-        features={"type": int, "default": 4096, "help": "in_features"},
+        rows={"type": int, "default": SIZE, "help": "out_features"},
+        features={"type": int, "default": SIZE, "help": "in_features"},
         tokens={"default": ",".join(map(str, TOKENS)), "help": "values of M"},
     )
     report = harness.Report("int8_linear", args)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    source = harness.rotate(lambda _: torch.randn(args.rows, args.features) * 0.02, args.rows * args.features)
-    for M in map(int, args.tokens.split(",")):
-        for name in DTYPES:
-            if args.only in f"int8_linear {name} M={M}":
-                compare(report, M, name, source)
+
+    def measure(rows: int, features: int, tokens: Iterable[int], size: str = "") -> None:
+        source = harness.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
+        for M in tokens:
+            for name in DTYPES:
+                title = f"int8_linear {name} M={M}{size}"
+                if args.only in title:
+                    compare(report, title, M, name, source)
+
+    tokens = ",".join(map(str, TOKENS))
+    measure(args.rows, args.features, map(int, args.tokens.split(",")))
+    if (args.rows, args.features, args.tokens) == (SIZE, SIZE, tokens):
+        for rows, features in NARROW:
+            measure(rows, features, NARROW_TOKENS, f", {rows} x {features}")
     report.save()
 
 

@@ -10,18 +10,22 @@
 
 namespace halfbyte::cpu {
 
+constexpr int64_t kMostDirectTokens = 16;  // of Int8LinearKernels' direct_tokens and rest_tokens
+
 struct Int8LinearKernels {
   int32_t unit_elements;  // codes of a 4-byte unit in tiles of activations
   int32_t block_rows;     // rows of one micro-kernel
   int32_t unit_multiple;  // units of a prepared token are padded to a multiple
   int32_t direct_step;    // codes that `direct` takes at once; prepared tokens are padded with zeros to a multiple
   int32_t direct_bytes;   // bytes of a prepared code
-  int32_t direct_tokens;  // up to this M `direct` is the faster one
+  int32_t direct_tokens;  // up to this M `direct` is the faster one, kPassTokens at a time,
+  int32_t rest_tokens;    // and beside `tiled` for as many that fill no vector; 0: `tiled` takes all
+  int32_t panel_rows;     // rows that `tiled` has together
 
   // rows (tokens, row_bytes) -> codes (tokens, padded K), their sums and the factors absmax / 127, one per token.
   void (*prepare_direct)(const uint8_t* rows, int64_t tokens, const RowLayout& layout, void* codes, int32_t* sums, float* factors);
 
-  // output[:, row_begin:row_end] for 1 to direct_tokens tokens, straight from the packed rows.
+  // output[:, row_begin:row_end] for 1 to kPassTokens tokens, straight from the packed rows.
   void (*direct)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, const void* codes,
                  const int32_t* sums, const float* factors, int64_t tokens, const LinearOutput& output);
 

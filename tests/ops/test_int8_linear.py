@@ -34,15 +34,17 @@ def test_every_bit_equals_the_integer_oracle(K: int, dtype: torch.dtype) -> None
     packed, x = rows(N, K), tokens(130, K, dtype)
     bias = torch.randn(N, generator=torch.Generator().manual_seed(2)).to(dtype)
     expected, biased = (reference.int8_linear(x, packed, b, K) for b in (None, bias))
-    for M in (0, 1, 2, 3, 4, 5, 16, 17, 64, 65, 130):
+    for M in (0, 1, 2, 3, 4, 5, 8, 11, 12, 13, 16, 17, 20, 21, 33, 64, 65, 130):  # in passes, in vectors, or in both
         assert torch.equal(int8_linear(x[:M], packed, None, K), expected[:M])
         assert torch.equal(int8_linear(x[:M], packed, bias, K), biased[:M])
 
 
 def test_more_than_one_block_of_everything() -> None:
-    M, N, K = 520, 205, 2200  # tokens > 512, rows > 2 panels of 96, units > 2 panels of 256
-    packed, x = rows(N, K), tokens(M, K, torch.bfloat16)
-    assert torch.equal(int8_linear(x, packed, None, K), reference.int8_linear(x, packed, None, K))
+    N, K = 205, 2200  # rows > 2 panels of 96, units > 2 panels of 256
+    packed, x = rows(N, K), tokens(530, K, torch.bfloat16)
+    expected = reference.int8_linear(x, packed, None, K)
+    for M in (14, 515, 520, 530):  # more than 512 tokens, with a rest of 3, none, and one that fills a vector nearly
+        assert torch.equal(int8_linear(x[:M], packed, None, K), expected[:M])
 
 
 def test_the_largest_sums() -> None:
@@ -62,7 +64,7 @@ def test_what_is_not_a_number_stays_in_its_row_and_token() -> None:
     weight = torch.randn(N, K)
     weight[4, 69] = float("inf")
     packed = halfbyte.quantize(weight, "int8")
-    for M in (2, 20):
+    for M in (2, 10, 20):
         x = tokens(M, K, torch.float32)
         x[1, 3] = float("nan")
         x[0] = 0.0
