@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> lora_linear_backward_adapter(const Tensor& gr
   const int64_t tokens = rows.rows, rank = weight.columns, stacked = coefficients.columns;
   // Around its three products aten sums, scales and joins.
   if (!kept && aten_is_faster(low.scalar_type(), rank, tokens * (2 * weight.rows * rank + columns.columns * stacked), 4))
-    return adapter_gradients(grad_output, input, projected, lora_B, grad_projected, scaling, groups, needs_A, needs_B);
+    return adapter_gradients(grad, x, low, up, grad_projected, scaling, groups, needs_A, needs_B);
   const Tensor grad_low = new_tensor(low, with_last_size(low, stacked), low.scalar_type());
   const auto gradient = [&](bool needed, int64_t of_rows, int64_t of_columns) {
     return new_tensor(up, needed ? std::vector<int64_t>{of_rows, of_columns} : std::vector<int64_t>{0}, up.scalar_type());
