@@ -11,7 +11,7 @@ namespace halfbyte::cpu {
 namespace {
 
 // Whether to leave products to aten. Its ones of bf16 by bf16 use bf16 units where there are any, but a call costs more than few
-// multiply-adds, and of few ranks they take as long without tiles (csrc/README.md). `share`: how much of them one product is.
+// multiply-adds, and of few ranks they take as long without tiles (csrc/README.md). The limit is `share` times as high.
 bool aten_is_faster(ScalarType dtype, int64_t ranks, int64_t multiply_adds, int64_t share) {
   const ThinKernels& thin = kernels().thin;
   if (dtype != ScalarType::BFloat16 || !kernels().linear.in(Compute::kBFloat16).any_tokens) return false;
