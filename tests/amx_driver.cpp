@@ -84,10 +84,10 @@ void backward(const uint8_t* packed, int64_t rows, int32_t format, int64_t block
                  LinearOutput{out, nullptr, K, DType::kBFloat16}, scratch);
 }
 
-// x (tokens, row_bytes) int8 rows times packed int8 rows -> out (tokens, rows) fp32.
+// x (tokens, row_bytes) int8 rows, and 64 bytes more, times packed int8 rows -> out (tokens, rows) fp32.
 void integer(const uint8_t* packed, int64_t rows, int64_t K, const uint8_t* x, int64_t tokens, void* units, float* factors, void* out) {
   const RowLayout l = row_layout(kInt8, 0, K);
-  int8.prepare_tiled(x, tokens, l, 0, (tokens + table.tile_tokens - 1) / table.tile_tokens, units, factors);
+  for (int64_t m = 0; m < tokens; m += table.lanes) int8.prepare_tiled(x + m * l.row_bytes, m, tokens, l, units, factors);
   int8.tiled(packed, 0, rows, l, units, factors, tokens, LinearOutput{out, nullptr, rows, DType::kFloat32}, scratch);
 }
 }

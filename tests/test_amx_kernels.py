@@ -183,7 +183,8 @@ def test_int8_is_exact(drivers: tuple[ctypes.CDLL, ctypes.CDLL], M: int, N: int,
     for driver in drivers:
         out, units, factors = torch.full((M, N), torch.nan), room((M + 64) * (K + 64)), torch.zeros(M + 64)
         weight = (pointer(packed), size(N), size(K))
-        driver.integer(*weight, pointer(x), size(M), pointer(units), pointer(factors), pointer(out))
+        read = torch.cat((x.flatten(), torch.full((64,), 255, dtype=torch.uint8)))
+        driver.integer(*weight, pointer(read), size(M), pointer(units), pointer(factors), pointer(out))
         results.append(out)
     assert torch.equal(*results)
     sums = x[:, :K].view(torch.int8).double() @ packed[:, :K].view(torch.int8).double().t()

@@ -5,36 +5,56 @@
 namespace halfbyte::cpu {
 namespace {
 
-void quantize_tokens(const char* x, DType dtype, int64_t tokens, const RowLayout& layout, uint8_t* rows) {
-  const int64_t row = layout.in_features * (dtype == DType::kFloat32 ? 4 : 2);
-  parallel_rows(tokens, row_grain(4 * layout.in_features), [&](int64_t begin, int64_t end) {
-    kernels().quantize_rows(x + begin * row, dtype, nullptr, end - begin, layout, rows + begin * layout.row_bytes);
-  });
-}
-
 // Tokens for `direct`, from their quantized rows: they take the same rows of the weight in turn, which come from memory once.
 class DirectTokens {
  public:
-  DirectTokens(const Tensor& like, const uint8_t* rows, int64_t tokens, const RowLayout& layout)
-      : layout_(layout),
-        tokens_(tokens),
-        token_bytes_(round_up(layout.in_features, table_.direct_step) * table_.direct_bytes),
-        codes_(new_tensor(like, {tokens * token_bytes_}, ScalarType::Byte)) {
-    table_.prepare_direct(rows, tokens, layout, codes_.mutable_data_ptr(), sums_, factors_);
+  // codes_bytes' memory, which the caller keeps.
+  DirectTokens(const uint8_t* rows, int64_t tokens, const RowLayout& layout, void* codes)
+      : layout_(layout), tokens_(tokens), codes_(static_cast<const char*>(codes)) {
+    table_.prepare_direct(rows, tokens, layout, codes, sums_, factors_);
+  }
+  static int64_t token_bytes(const RowLayout& layout) {
+    return round_up(layout.in_features, kernels().int8_linear.direct_step) * kernels().int8_linear.direct_bytes;
   }
   void multiply(const uint8_t* packed, int64_t row_begin, int64_t row_end, const LinearOutput& output) const {
     for (int64_t m = 0; m < tokens_; m += kPassTokens)
-      table_.direct(packed, row_begin, row_end, layout_, static_cast<const char*>(codes_.const_data_ptr()) + m * token_bytes_,
-                    sums_ + m, factors_ + m, std::min(tokens_ - m, kPassTokens), output.from(m, 0));
+      table_.direct(packed, row_begin, row_end, layout_, codes_ + m * token_bytes(layout_), sums_ + m, factors_ + m,
+                    std::min(tokens_ - m, kPassTokens), output.from(m, 0));
   }
 
  private:
   const Int8LinearKernels& table_ = kernels().int8_linear;
   const RowLayout& layout_;
-  int64_t tokens_, token_bytes_;
-  Tensor codes_;
+  const int64_t tokens_;
+  const char* const codes_;
   int32_t sums_[kMostDirectTokens];
   float factors_[kMostDirectTokens];
+};
+
+struct Int8Product {
+  const Tensor& x;  // (tokens, K), contiguous
+  int64_t tokens;
+  const uint8_t* packed;
+  int64_t rows;
+  const RowLayout& layout;
+  DType dtype;
+  LinearOutput target;
+
+  // Tokens from `first` on -> their rows.
+  void quantize(int64_t first, int64_t count, uint8_t* out) const {
+    kernels().quantize_rows(at_row(x, first, layout.in_features), dtype, nullptr, count, layout, out);
+  }
+  // The last `count` tokens, prepared in `memory`.
+  DirectTokens last_tokens(int64_t count, void* memory) const {
+    auto* const rows = static_cast<uint8_t*>(memory);
+    const int64_t first = tokens - count;
+    parallel_rows(count, row_grain(4 * layout.in_features),
+                  [&](int64_t begin, int64_t end) { quantize(first + begin, end - begin, rows + begin * layout.row_bytes); });
+    return DirectTokens(rows, count, layout, rows + round_up(count * layout.row_bytes, 64));
+  }
+  int64_t last_bytes(int64_t count) const {
+    return round_up(count * layout.row_bytes, 64) + count * DirectTokens::token_bytes(layout);
+  }
 };
 
 // body(begin, end) for [row_begin, row_end), `step` rows at a time.
@@ -43,10 +63,57 @@ void by_steps(int64_t row_begin, int64_t row_end, int64_t step, const Body& body
   for (int64_t row = row_begin; row < row_end; row += step) body(row, std::min(row + step, row_end));
 }
 
+// Few tokens, straight from the packed rows.
+void int8_direct(const Int8Product& p) {
+  constexpr int64_t kPassRows = 16;
+  const CallScratch scratch(p.x, p.last_bytes(p.tokens));
+  const DirectTokens direct = p.last_tokens(p.tokens, scratch.data());
+  parallel_rows(p.rows, row_grain(p.layout.in_features), [&](int64_t begin, int64_t end) {
+    by_steps(begin, end, p.tokens <= kPassTokens ? p.rows : kPassRows,
+             [&](int64_t row, int64_t row_end) { direct.multiply(p.packed, row, row_end, p.target); });
+  });
+}
+
+// Whole vectors of tokens through panels; `rest` tokens behind them, which would fill little of one, are direct ones.
+void int8_tiled(const Int8Product& p, int64_t rest) {
+  const LinearKernels& shared = kernels().linear;
+  const Int8LinearKernels& table = kernels().int8_linear;
+  const int64_t K = p.layout.in_features, row_bytes = p.layout.row_bytes, whole = p.tokens - rest, lanes = shared.lanes;
+  std::optional<Tensor> memory;
+  std::optional<DirectTokens> direct;
+  if (rest != 0) {
+    memory = new_tensor(p.x, {p.last_bytes(rest)}, ScalarType::Byte);
+    direct.emplace(p.last_tokens(rest, memory->mutable_data_ptr()));
+  }
+  const int64_t units_of_row = round_up((K + table.unit_elements - 1) / table.unit_elements, table.unit_multiple);
+  const int64_t units_bytes = 4 * units_of_row, token_bytes = units_bytes + 4;  // with its factor
+  const int64_t quantized_bytes = lanes * row_bytes + 64;                       // prepare_tiled reads past the rows
+  const double products_of_token = double(p.rows) * double(K);
+  const TiledCosts costs{double(table.decoding_tokens), double(table.sharing_rows) / double(p.rows),
+                         double(table.waiting_products) / products_of_token};
+  const TiledProduct tiled{p.x, whole, p.rows, K, token_bytes, lanes, 4 * K * lanes, table.block_rows,
+                           std::max(shared.scratch_bytes, quantized_bytes), token_blocks(whole, token_bytes, costs)};
+  const auto factors_in = [&](void* units) { return reinterpret_cast<float*>(static_cast<char*>(units) + tiled.width() * units_bytes); };
+  const auto prepare = [&](const TokenBlock& b, int64_t begin, int64_t end, void* units, void* scratch) {
+    auto* const rows = static_cast<uint8_t*>(scratch);
+    by_steps(begin * lanes, std::min(end * lanes, b.count), lanes, [&](int64_t m, int64_t end_token) {
+      p.quantize(b.first + m, end_token - m, rows);
+      table.prepare_tiled(rows, m, b.count, p.layout, units, factors_in(units));
+    });
+  };
+  run_tiled(tiled, prepare, [&](const TokenBlock& b, int64_t begin, int64_t end, void* units, void* scratch) {
+    const bool with_rest = direct && b.first + b.count == whole;
+    by_steps(begin, end, with_rest ? table.panel_rows : p.rows, [&](int64_t row, int64_t row_end) {
+      table.tiled(p.packed, row, row_end, p.layout, units, factors_in(units), b.count, p.target.from(b.first, 0), scratch);
+      if (with_rest) direct->multiply(p.packed, row, row_end, p.target.from(whole, 0));
+    });
+  });
+}
+
 Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias, int64_t in_features) {
   constexpr const char* op = "int8_linear";
   const RowLayout layout = checked_int8_linear(op, input, packed, bias, in_features);
-  const int64_t N = packed.size(0), tokens = leading_numel(input), K = in_features;
+  const int64_t N = packed.size(0), tokens = leading_numel(input);
   const NoGradGuard no_grad;
   std::optional<Tensor> added;
   if (bias) added = as_contiguous(*bias);
@@ -54,50 +121,12 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
   Tensor output = new_buffer(x, with_last_size(input, N), x.scalar_type());
   if (N == 0 || tokens == 0) return output;
   const DType dtype = checked_dtype(op, "input", x.scalar_type());
-  const LinearKernels& shared = kernels().linear;
+  const Int8Product product{x, tokens, weight.const_data_ptr<uint8_t>(), N, layout, dtype,
+                            {output.mutable_data_ptr(), added ? added->const_data_ptr() : nullptr, N, dtype}};
   const Int8LinearKernels& table = kernels().int8_linear;
-  const auto* codes = weight.const_data_ptr<uint8_t>();
-  const int64_t most = std::min(tokens, kLinearTokens);
-  Tensor buffer = new_tensor(x, {most * layout.row_bytes}, ScalarType::Byte);
-  auto* rows = buffer.mutable_data_ptr<uint8_t>();
-  const LinearOutput target{output.mutable_data_ptr(), added ? added->const_data_ptr() : nullptr, N, dtype};
-  // Whole vectors of tokens go through panels, and a rest that would fill little of one does not.
-  const int64_t part = tokens % shared.lanes;
-  const int64_t rest = tokens <= table.direct_tokens ? tokens : part <= table.rest_tokens ? part : 0, whole = tokens - rest;
-  std::optional<DirectTokens> direct;
-  if (rest != 0) {
-    quantize_tokens(at_row(x, whole, K), dtype, rest, layout, rows);
-    direct.emplace(x, rows, rest, layout);
-  }
-  if (whole == 0) {
-    constexpr int64_t kPassRows = 16;
-    parallel_rows(N, row_grain(K), [&](int64_t begin, int64_t end) {
-      by_steps(begin, end, rest <= kPassTokens ? N : kPassRows,
-               [&](int64_t row, int64_t row_end) { direct->multiply(codes, row, row_end, target); });
-    });
-    return output;
-  }
-  const int64_t units_of_row = round_up((K + table.unit_elements - 1) / table.unit_elements, table.unit_multiple);
-  Tensor units = new_tensor(x, {round_up(most, shared.tile_tokens) * units_of_row * 4}, ScalarType::Byte);
-  Tensor factors = new_tensor(x, {most}, ScalarType::Float);
-  void* prepared = units.mutable_data_ptr();
-  float* token_factors = factors.mutable_data_ptr<float>();
-  for (int64_t m = 0; m < whole; m += kLinearTokens) {
-    const int64_t count = std::min(whole - m, kLinearTokens);
-    quantize_tokens(at_row(x, m, K), dtype, count, layout, rows);
-    parallel_rows((count + shared.tile_tokens - 1) / shared.tile_tokens, row_grain(K * shared.tile_tokens),
-                  [&](int64_t begin, int64_t end) {
-                    table.prepare_tiled(rows, count, layout, begin, end, prepared, token_factors);
-                  });
-    const bool with_rest = rest != 0 && m + count == whole;
-    parallel_blocks(N, table.block_rows, row_grain(K * count), [&](int64_t begin, int64_t end) {
-      const WorkspaceLease scratch(shared.scratch_bytes);
-      by_steps(begin, end, with_rest ? table.panel_rows : N, [&](int64_t row, int64_t row_end) {
-        table.tiled(codes, row, row_end, layout, prepared, token_factors, count, target.from(m, 0), scratch.data());
-        if (with_rest) direct->multiply(codes, row, row_end, target.from(whole, 0));
-      });
-    });
-  }
+  const int64_t part = tokens % kernels().linear.lanes;
+  if (tokens <= table.direct_tokens) int8_direct(product);
+  else int8_tiled(product, part <= table.rest_tokens ? part : 0);
   return output;
 }
 

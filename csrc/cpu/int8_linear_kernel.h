@@ -106,26 +106,22 @@ inline int64_t int8_units(const RowLayout& l) {
   return round_up((l.in_features + kElements - 1) / kElements, kUnitMultiple<Int8Units>);
 }
 
-void int8_prepare_tiled(const uint8_t* rows, int64_t tokens, const RowLayout& l, int64_t tile_begin, int64_t tile_end, void* units,
-                        float* factors) {
-  constexpr int kElements = Int8Units::kUnitElements;
-  const int64_t K = l.in_features, all = int8_units(l);
-  const int64_t end = tile_start(tile_end) < tokens ? tile_start(tile_end) : tokens;
-  for (int64_t m0 = tile_start(tile_begin); m0 < end;) {
-    const int width = tile_vectors<Int8Units>(tokens - m0) * kLanes;
-    for (int m = 0; m < width; ++m) {
-      // Tokens and codes past the end stay as they are: the sums of the former are not stored, the latter meet zero weights.
-      if (m0 + m >= tokens) break;
-      const uint8_t* row = rows + (m0 + m) * l.row_bytes;
-      factors[m0 + m] = int8_factor(row, l);
-      for (int64_t u0 = 0; u0 < all; u0 += kTogether) {
-        const int64_t end_unit = u0 + kTogether < all ? u0 + kTogether : all;
-        Int8Units::Code* out = static_cast<Int8Units::Code*>(units) + (unit_at<Int8Units>(all, tokens, m0, width, u0) + m) * kElements;
-        const int64_t end_code = end_unit * kElements < K ? end_unit * kElements : K;
-        for (int64_t k = u0 * kElements; k < end_code; k += kElements, out += width * kElements) Int8Units::activations(row + k, out);
-      }
-    }
-    m0 += width;
+void int8_prepare_tiled(const uint8_t* rows, int64_t first, int64_t tokens, const RowLayout& l, void* units, float* factors) {
+  constexpr int64_t kElements = Int8Units::kUnitElements;
+  const int64_t all = int8_units(l), given = tokens - first < kLanes ? tokens - first : kLanes;
+  const int64_t m0 = kOnTiles<Int8Units> ? first : first / kTileTokens * kTileTokens;
+  const int64_t width = tile_vectors<Int8Units>(tokens - m0) * kLanes;
+  for (int64_t m = 0; m < given; ++m) factors[first + m] = int8_factor(rows + m * l.row_bytes, l);
+  for (int64_t u = 0; u < all; u += kLanes) {
+    float* out = static_cast<float*>(units) + unit_at<Int8Units>(all, tokens, m0, width, u) + first - m0;
+    // What is past the last code is whatever lies there: it meets zero weights.
+    turn_rows(
+        [&](int m) __attribute__((always_inline)) {
+          return m < given ? Int8Units::activations(rows + m * l.row_bytes + u * kElements) : zero_vector();
+        },
+        [&](int i, Vector unit) __attribute__((always_inline)) {
+          if (u + i < all) store_values(out + i * width, unit);
+        });
   }
 }
 
@@ -189,6 +185,9 @@ void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const
 // Three or four passes over rows that are in L2 take less than a vector of tokens that has to be turned, and one of them less than a vector
 // more. On tiles 16 tokens take little longer than 4.
 constexpr int32_t kInt8DirectTokens = kOnTiles<Int8Units> ? kPassTokens : kLanes == 16 ? 16 : kLanes == 8 ? 12 : kPassTokens;
+// Products that take as long as those of one multiply-add of bytes in AVX-512: measured there, and by their rates elsewhere ("int8_linear"
+// of benchmarks/README.md).
+constexpr int32_t kInt8Rate = kOnTiles<Int8Units> ? 768 : kLanes * Int8Units::kUnitElements;
 constexpr int32_t kInt8RestTokens = kOnTiles<Int8Units> ? 0 : kPassTokens;
 static_assert(kInt8DirectTokens <= kMostDirectTokens && kInt8RestTokens <= kMostDirectTokens);
 
@@ -202,6 +201,9 @@ constexpr Int8LinearKernels int8_linear_kernels() {
   k.direct_tokens = kInt8DirectTokens;
   k.rest_tokens = kInt8RestTokens;
   k.panel_rows = Layout<Int8Units>::kMany.rows;
+  k.decoding_tokens = kOnTiles<Int8Units> ? 128 : 8;
+  k.sharing_rows = (kInt8Rate + 7) / 8;
+  k.waiting_products = kInt8Rate << 15;
   k.prepare_direct = int8_prepare_direct;
   k.direct = int8_direct;
   k.prepare_tiled = int8_prepare_tiled;

@@ -27,7 +27,6 @@ struct Int8Dot {
 // linear's micro-kernel on units of one code as int32.
 struct Int8Units {
   static constexpr int kUnitElements = 1;
-  using Code = int32_t;
   using Values = IntVector;
   using Sum = IntVector;
   static Sum load_sums(const float* p) { return load(p); }
@@ -43,7 +42,13 @@ struct Int8Units {
     return IntVector{unit, unit, unit, unit};
   }
   static Sum multiply_add(Values weight, Values x, Sum sum) { return sum + weight * x; }
-  static void activations(const uint8_t* codes, Code* out) { *out = int8_t(*codes); }
+  // A vector of a token's units.
+  static Vector activations(const uint8_t* codes) {
+    const IntVector units = {int8_t(codes[0]), int8_t(codes[1]), int8_t(codes[2]), int8_t(codes[3])};
+    Vector v;
+    memcpy(&v, &units, sizeof v);
+    return v;
+  }
   // Returns 0: nothing is offset.
   template <int64_t kStep>
   static int32_t weights(const uint8_t* codes, int64_t count, float* units) {

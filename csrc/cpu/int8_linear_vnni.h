@@ -20,14 +20,9 @@ struct Int8Dot : Int8Vectors {
 // linear's micro-kernel on units of 4 codes; the activations are the unsigned side.
 struct Int8Units : Int8Vectors {
   static constexpr int kUnitElements = 4;
-  using Code = uint8_t;
   static Sum multiply_add(Values weight, Values x, Sum sum) { return dot_unsigned_signed(sum, x, weight); }
-  static void activations(const uint8_t* codes, Code* out) {
-    uint32_t unit;
-    memcpy(&unit, codes, 4);
-    unit ^= 0x80808080u;
-    memcpy(out, &unit, 4);
-  }
+  // A vector of a token's units.
+  static Vector activations(const uint8_t* codes) { return as_units(load_bytes(codes) ^ splat_byte(0x80)); }
   // 4 * count codes as they are, vectors of kLanes units kStep floats apart, the last one filled up with zeros; returns 128 times
   // their sum.
   template <int64_t kStep>

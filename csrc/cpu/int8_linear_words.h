@@ -20,12 +20,9 @@ struct Int8Dot : Int8Vectors {
 // linear's micro-kernel on units of 2 codes as int16.
 struct Int8Units : Int8Vectors {
   static constexpr int kUnitElements = 2;
-  using Code = int16_t;
   static Sum multiply_add(Values weight, Values x, Sum sum) { return sum + multiply_words(weight, x); }
-  static void activations(const uint8_t* codes, Code* out) {
-    out[0] = int8_t(codes[0]);
-    out[1] = int8_t(codes[1]);
-  }
+  // A vector of a token's units.
+  static Vector activations(const uint8_t* codes) { return as_units(widened(codes)); }
   // 2 * count codes, widened, vectors of kLanes units kStep floats apart, the last one filled up with zeros; returns 0: nothing is
   // offset.
   template <int64_t kStep>

@@ -15,6 +15,11 @@ struct Int8Vectors {
     return v;
   }
   static void store_sums(float* p, Sum v) { memcpy(p, &v, sizeof v); }
+  static Vector as_units(Bytes codes) {
+    Vector v;
+    memcpy(&v, &codes, sizeof v);
+    return v;
+  }
   static Values load(const float* p) { return load_bytes(p); }
   static Values broadcast(const float* p) { return broadcast_unit(p); }
 };

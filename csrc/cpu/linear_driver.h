@@ -59,16 +59,79 @@ struct TokenBlocks {
   int64_t tokens;  // of each block but the last
 };
 
-inline TokenBlocks token_blocks(int64_t tokens, int64_t token_bytes, const LinearArithmetic& arithmetic) {
+// What it takes to run `tiled`, in tokens' products with all rows of a weight.
+struct TiledCosts {
+  double decoding;      // all rows
+  double sharing;       // waiting for what other threads have prepared, and reading it: a part of all products,
+  double waiting = 0;   // and so much more
+};
+
+inline TokenBlocks token_blocks(int64_t tokens, int64_t token_bytes, const TiledCosts& costs) {
   const auto parts = [](int64_t of, int64_t size) { return (of + size - 1) / size; };
   constexpr int64_t kMultiple = 32;  // of whole vectors and tiles
-  const int64_t threads = torch::stable::get_num_threads(), D = arithmetic.decoding_tokens;
+  const int64_t threads = torch::stable::get_num_threads();
   const int64_t rounds = parts(tokens, kLinearTokens * threads), block = round_up(parts(tokens, rounds * threads), kMultiple);
-  const int64_t alone = rounds * (block + D), together = (tokens + parts(tokens, kLinearTokens) * D) / threads;
-  // Waiting, and reading what other threads have written, take a sixteenth (csrc/README.md).
+  const double alone = double(rounds) * (double(block) + costs.decoding);
+  const double together = (double(tokens) + double(parts(tokens, kLinearTokens)) * costs.decoding) / double(threads);
   const bool fit = own_blocks_fit(block * token_bytes, kernels().linear.scratch_bytes);
-  if (threads > 1 && fit && 16 * alone <= 17 * together) return {threads, block};
+  if (threads > 1 && fit && alone <= together * (1 + costs.sharing) + costs.waiting) return {threads, block};
   return {1, std::min(tokens, kLinearTokens)};
+}
+
+// A product whose tokens are prepared into units, block by block, before rows of the weight, decoded into panels, meet them.
+struct TiledProduct {
+  const Tensor& like;
+  int64_t tokens, rows, in_features;
+  int64_t token_bytes;     // of a prepared token
+  int64_t granule_tokens;  // tokens that are prepared together,
+  int64_t granule_work;    // and what that takes, as row_grain's work
+  int64_t block_rows;      // of the micro-kernel
+  int64_t scratch_bytes;   // of a thread
+  TokenBlocks blocks;
+
+  // Tokens that a buffer of units has room for.
+  int64_t width() const { return round_up(blocks.tokens, kernels().linear.tile_tokens); }
+};
+
+struct TokenBlock {
+  int64_t first, count;
+  int64_t thread;  // less than TokenBlocks::threads; no other thread has this number meanwhile
+};
+
+//   prepare(block, begin, end, units, scratch)         granules [begin, end) of its tokens
+//   multiply(block, row_begin, row_end, units, scratch)
+template <class Prepare, class Multiply>
+inline void run_tiled(const TiledProduct& p, const Prepare& prepare, const Multiply& multiply) {
+  const int64_t threads = p.blocks.threads, tokens = p.blocks.tokens, bytes = p.width() * p.token_bytes;
+  const auto block_from = [&](int64_t m, int64_t thread) { return TokenBlock{m, std::min(p.tokens - m, tokens), thread}; };
+  const auto granules_of = [&](const TokenBlock& b) { return (b.count + p.granule_tokens - 1) / p.granule_tokens; };
+  if (threads > 1) {
+    const int64_t blocks = (p.tokens + tokens - 1) / tokens;
+    parallel_rows(threads, row_grain(tokens * p.rows * p.in_features), [&](int64_t first, int64_t last) {
+      // Units in the thread's own scratch: in new memory they would mostly be in another core's caches.
+      const WorkspaceLease own(p.scratch_bytes + bytes);
+      char* const units = static_cast<char*>(own.data()) + p.scratch_bytes;
+      for (int64_t b = first * blocks / threads; b < last * blocks / threads; ++b) {
+        const TokenBlock block = block_from(b * tokens, first);
+        prepare(block, 0, granules_of(block), units, own.data());
+        multiply(block, 0, p.rows, units, own.data());
+      }
+    });
+    return;
+  }
+  const Tensor prepared = new_tensor(p.like, {bytes}, ScalarType::Byte);
+  void* const units = prepared.mutable_data_ptr();
+  for (int64_t m = 0; m < p.tokens; m += tokens) {
+    const TokenBlock block = block_from(m, 0);
+    parallel_rows(granules_of(block), row_grain(p.granule_work), [&](int64_t begin, int64_t end) {
+      const WorkspaceLease scratch(p.scratch_bytes);
+      prepare(block, begin, end, units, scratch.data());
+    });
+    parallel_blocks(p.rows, p.block_rows, row_grain(p.in_features * block.count), [&](int64_t begin, int64_t end) {
+      const WorkspaceLease scratch(p.scratch_bytes);
+      multiply(block, begin, end, units, scratch.data());
+    });
+  }
 }
 
 // The low-rank part of a forward product. weight (N, rank) holds one block per group of rows: rows of group g multiply
@@ -184,48 +247,21 @@ inline void forward_direct(const Forward& f) {
 // More tokens, rows decoded into panels.
 inline void forward_tiled(const Forward& f) {
   const LinearKernels& table = kernels().linear;
+  const LinearArithmetic& arithmetic = table.in(f.compute);
   const int64_t K = f.layout.in_features, token_bytes = round_up(K, table.group) * 4 / elements_per_unit(f.compute);
-  const auto [threads, block] = token_blocks(f.tokens, token_bytes, table.in(f.compute));
-  const int64_t width = round_up(block, table.tile_tokens);
-  const LowRankUnits low(f, threads * width, table.lanes);
-  const auto count_of = [&](int64_t m) { return std::min(f.tokens - m, block); };
-  const auto tiles_of = [&](int64_t m) { return (count_of(m) + table.tile_tokens - 1) / table.tile_tokens; };
-  const auto prepare = [&](int64_t m, int64_t first_tile, int64_t end_tile, void* units) {
-    table.prepare_tiled(at_row(f.x, m, K), f.dtype, count_of(m), f.layout, f.compute, first_tile, end_tile, units);
+  const TiledProduct p{f.x, f.tokens, f.rows, K, token_bytes, table.tile_tokens, K * table.tile_tokens, arithmetic.block_rows,
+                       table.scratch_bytes, token_blocks(f.tokens, token_bytes, {double(arithmetic.decoding_tokens), 1.0 / 16})};
+  const LowRankUnits low(f, p.blocks.threads * p.width(), table.lanes);
+  const auto prepare = [&](const TokenBlock& b, int64_t begin, int64_t end, void* units, void*) {
+    table.prepare_tiled(at_row(f.x, b.first, K), f.dtype, b.count, f.layout, f.compute, begin, end, units);
+    if (f.low && begin == 0)
+      table.prepare_low_rank_tiled(at_row(f.low->input, b.first, low.rank), low.dtype, b.count, low.rank, f.low->factor, f.compute,
+                                   low.input_at(b.thread * p.width()));
   };
-  const auto prepare_low = [&](int64_t m, int64_t thread) {
-    if (f.low)
-      table.prepare_low_rank_tiled(at_row(f.low->input, m, low.rank), low.dtype, count_of(m), low.rank, f.low->factor, f.compute,
-                                   low.input_at(thread * width));
-  };
-  const auto multiply = [&](int64_t m, int64_t begin, int64_t end, int64_t thread, const void* units, void* scratch) {
-    const auto addend = low.addend(thread * width);
-    table.tiled(f.packed, begin, end, f.layout, f.compute, units, count_of(m), address(addend), f.target.from(m, 0), scratch);
-  };
-  if (threads > 1) {
-    const int64_t blocks = (f.tokens + block - 1) / block;
-    parallel_rows(threads, row_grain(block * f.rows * K), [&](int64_t first, int64_t last) {
-      // Units in the thread's own scratch: in new memory they would mostly be in another core's caches.
-      const WorkspaceLease own(table.scratch_bytes + width * token_bytes);
-      char* const units = static_cast<char*>(own.data()) + table.scratch_bytes;
-      for (int64_t m = first * blocks / threads * block; m < std::min(last * blocks / threads * block, f.tokens); m += block) {
-        prepare(m, 0, tiles_of(m), units);
-        prepare_low(m, first);
-        multiply(m, 0, f.rows, first, units, own.data());
-      }
-    });
-    return;
-  }
-  const Tensor prepared = new_tensor(f.x, {width * token_bytes}, ScalarType::Byte);
-  void* const units = prepared.mutable_data_ptr();
-  for (int64_t m = 0; m < f.tokens; m += block) {
-    parallel_rows(tiles_of(m), row_grain(K * table.tile_tokens), [&](int64_t begin, int64_t end) { prepare(m, begin, end, units); });
-    prepare_low(m, 0);
-    parallel_blocks(f.rows, table.in(f.compute).block_rows, row_grain(K * count_of(m)), [&](int64_t begin, int64_t end) {
-      const WorkspaceLease scratch(table.scratch_bytes);
-      multiply(m, begin, end, 0, units, scratch.data());
-    });
-  }
+  run_tiled(p, prepare, [&](const TokenBlock& b, int64_t begin, int64_t end, const void* units, void* scratch) {
+    const auto addend = low.addend(b.thread * p.width());
+    table.tiled(f.packed, begin, end, f.layout, f.compute, units, b.count, address(addend), f.target.from(b.first, 0), scratch);
+  });
 }
 
 // A matrix (tokens, columns) that meets panels of columns: activations, gradients, or a low-rank input.

@@ -176,13 +176,15 @@ inline __m256i encode_fp8(__m256 v) {
   return _mm256_or_si256(code, _mm256_srli_epi32(_mm256_castps_si256(_mm256_and_ps(sign_bit, v)), 24));
 }
 
+// int8 codes of 8 floats, in dwords. Beyond: they may be larger than kInt8Max by more than rounding.
+template <bool Beyond>
 inline __m256i encode_int8(__m256 v) {
-  const __m256 limit = _mm256_set1_ps(kInt8Max);
-  return _mm256_cvtps_epi32(_mm256_max_ps(_mm256_min_ps(v, limit), _mm256_sub_ps(_mm256_setzero_ps(), limit)));
+  if (Beyond) v = _mm256_max_ps(_mm256_min_ps(v, _mm256_set1_ps(kInt8Max)), _mm256_set1_ps(-kInt8Max));
+  return _mm256_cvtps_epi32(v);
 }
 
 // 32 elements -> 32 codes of x * factor.
-template <class T, bool FP8>
+template <class T, bool FP8, bool Beyond>
 inline void encode_8bit(const T* x, float factor, uint8_t* codes) {
   const __m256 scale = _mm256_set1_ps(factor);
   __m256 v[4];
@@ -191,7 +193,7 @@ inline void encode_8bit(const T* x, float factor, uint8_t* codes) {
 #pragma GCC unroll 4
   for (int i = 0; i < 4; ++i) {
     v[i] = _mm256_mul_ps(v[i], scale);
-    code[i] = FP8 ? encode_fp8(v[i]) : encode_int8(v[i]);
+    code[i] = FP8 ? encode_fp8(v[i]) : encode_int8<Beyond>(v[i]);
   }
   const __m256i bytes = pack_group<!FP8>(code);
   store_vector<false>(codes, kLoadsWide<T> ? _mm256_permute4x64_epi64(bytes, 0xD8)

@@ -45,21 +45,23 @@ inline __m512i to_words(__m512 x, float reciprocal) {
   const __m512 inside = _mm512_max_ps(_mm512_min_ps(v, one), _mm512_set1_ps(-1.0f));
   return _mm512_castps_si512(_mm512_fmadd_ps(inside, _mm512_set1_ps(kUnit), origin));
 }
-// The words of 32 elements, in their order.
+// The lower halves of encode(16 elements)'s dwords, of 32 elements in their order.
+template <class T, class Encode>
+inline __m512i join_words(const T* x, const Encode& encode) {
+  if constexpr (__is_same(T, BFloat16)) {  // the even elements and the odd ones: what widens them in order takes more
+    const __m512i words = load_vector(x);
+    const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
+    const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(int32_t(0xFFFF0000u))));
+    return _mm512_mask_blend_epi16(0xAAAAAAAAu, encode(even), _mm512_slli_epi32(encode(odd), 16));
+  } else {
+    const __m512i lower = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32,  //
+                                           30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    return _mm512_permutex2var_epi16(encode(load_floats(x)), lower, encode(load_floats(x + 16)));
+  }
+}
 template <bool Beyond, class T>
 inline __m512i load_words(const T* x, float reciprocal) {
-  const __m512i lower = _mm512_set_epi16(62, 60, 58, 56, 54, 52, 50, 48, 46, 44, 42, 40, 38, 36, 34, 32,  //
-                                          30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
-  return _mm512_permutex2var_epi16(to_words<Beyond>(load_floats(x), reciprocal), lower,
-                                   to_words<Beyond>(load_floats(x + 16), reciprocal));
-}
-template <bool Beyond>
-inline __m512i load_words(const BFloat16* x, float reciprocal) {
-  const __m512i words = load_vector(x);
-  const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(words, 16));
-  const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(words, _mm512_set1_epi32(int32_t(0xFFFF0000u))));
-  return _mm512_mask_blend_epi16(0xAAAAAAAAu, to_words<Beyond>(even, reciprocal),
-                                 _mm512_slli_epi32(to_words<Beyond>(odd, reciprocal), 16));
+  return join_words(x, [&](__m512 v) { return to_words<Beyond>(v, reciprocal); });
 }
 
 // 32 elements -> 16 bytes of codes of x * reciprocal.
@@ -94,16 +96,24 @@ inline __m512i encode_fp8(__m512 v) {
   return _mm512_or_si512(code, _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80)));
 }
 
+// int8 codes of 16 floats, in dwords. Beyond: they may be larger than kInt8Max by more than rounding.
+template <bool Beyond>
 inline __m512i encode_int8(__m512 v) {
-  return _mm512_cvtps_epi32(_mm512_max_ps(_mm512_min_ps(v, _mm512_set1_ps(kInt8Max)), _mm512_set1_ps(-kInt8Max)));
+  if (Beyond) v = _mm512_max_ps(_mm512_min_ps(v, _mm512_set1_ps(kInt8Max)), _mm512_set1_ps(-kInt8Max));
+  return _mm512_cvtps_epi32(v);
 }
 
 // 32 elements -> 32 codes of x * factor.
-template <class T, bool FP8>
+template <class T, bool FP8, bool Beyond>
 inline void encode_8bit(const T* x, float factor, uint8_t* codes) {
   const __m512 scale = _mm512_set1_ps(factor);
-  const __m512 a = _mm512_mul_ps(load_floats(x), scale), b = _mm512_mul_ps(load_floats(x + 16), scale);
-  const __m256i bytes = FP8 ? join_bytes(encode_fp8(a), encode_fp8(b)) : join_bytes(encode_int8(a), encode_int8(b));
+  __m256i bytes;
+  if constexpr (FP8) {
+    bytes = join_bytes(encode_fp8(_mm512_mul_ps(load_floats(x), scale)), encode_fp8(_mm512_mul_ps(load_floats(x + 16), scale)));
+  } else {
+    const auto encode = [&](__m512 v) { return encode_int8<Beyond>(_mm512_mul_ps(v, scale)); };
+    bytes = _mm512_cvtepi16_epi8(join_words(x, encode));
+  }
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(codes), bytes);
 }
 

@@ -257,15 +257,15 @@ inline void quantize_row_8bit(const T* x, const float* given, const RowLayout& l
   int64_t i = 0;
   for (; i + kEncodeGroup <= l.in_features; i += kEncodeGroup) {
     fetch_group(x + i + l.in_features);
-    encode_8bit<T, FP8>(x + i, factor, row + i);
+    encode_8bit<T, FP8, Given>(x + i, factor, row + i);
   }
   if (i == l.in_features) return;
   if (i > 0) {
     const int64_t start = l.in_features - kEncodeGroup;
-    encode_8bit<T, FP8>(x + start, factor, row + start);
+    encode_8bit<T, FP8, Given>(x + start, factor, row + start);
   } else {
     uint8_t bytes[kEncodeGroup];
-    encode_8bit<T, FP8>(PaddedGroup<T>(x, l.in_features).elements, factor, bytes);
+    encode_8bit<T, FP8, Given>(PaddedGroup<T>(x, l.in_features).elements, factor, bytes);
     memcpy(row, bytes, size_t(l.in_features));
   }
 }

@@ -31,7 +31,7 @@ inline void encode_4bit(const T* x, float reciprocal, uint8_t* codes) {
 }
 
 // 32 elements -> 32 codes of x * factor.
-template <class T, bool FP8>
+template <class T, bool FP8, bool /*Beyond*/>
 inline void encode_8bit(const T* x, float factor, uint8_t* codes) {
   for (int i = 0; i < kEncodeGroup; ++i) {
     const float v = to_float(x[i]) * factor;
