@@ -141,7 +141,7 @@ Work linear_backward(int64_t tokens, Compute compute, int64_t rows) {
 Work int8_linear(int64_t tokens, int64_t rows) {
   const Int8LinearKernels& k = table().int8_linear;
   const RowLayout l = row_layout(kInt8, 0, K);
-  const uint8_t *packed = packed_rows(l, rows), *x = packed_rows(l, tokens);
+  const uint8_t *packed = packed_rows(l, rows), *x = packed_rows(l, tokens + 1);  // prepare_tiled reads past the last one
   void* units = scratch(512 * K * 4);
   auto* factors = filled<float>(tokens);
   const LinearOutput out{scratch(tokens * rows * 2), nullptr, rows, DType::kBFloat16};
@@ -150,8 +150,7 @@ Work int8_linear(int64_t tokens, int64_t rows) {
     k.prepare_direct(x, tokens, l, units, sums, factors);
     return {[=, &k] { k.direct(packed, 0, rows, l, units, sums, factors, tokens, out); }, rows * K};
   }
-  const int64_t tile = table().linear.tile_tokens;
-  k.prepare_tiled(x, tokens, l, 0, (tokens + tile - 1) / tile, units, factors);
+  for (int64_t m = 0; m < tokens; m += table().linear.lanes) k.prepare_tiled(x + m * l.row_bytes, m, tokens, l, units, factors);
   void* panel = scratch(table().linear.scratch_bytes);
   return {[=, &k] { k.tiled(packed, 0, rows, l, units, factors, tokens, out, panel); }, rows * K};
 }

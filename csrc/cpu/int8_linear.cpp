@@ -8,7 +8,7 @@ namespace {
 // Tokens for `direct`, from their quantized rows: they take the same rows of the weight in turn, which come from memory once.
 class DirectTokens {
  public:
-  // codes_bytes' memory, which the caller keeps.
+  // Prepared in `codes`, token_bytes each, which the caller keeps.
   DirectTokens(const uint8_t* rows, int64_t tokens, const RowLayout& layout, void* codes)
       : layout_(layout), tokens_(tokens), codes_(static_cast<const char*>(codes)) {
     table_.prepare_direct(rows, tokens, layout, codes, sums_, factors_);

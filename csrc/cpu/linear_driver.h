@@ -59,11 +59,11 @@ struct TokenBlocks {
   int64_t tokens;  // of each block but the last
 };
 
-// What it takes to run `tiled`, in tokens' products with all rows of a weight.
+// What `tiled` takes beside products, in those of so many tokens with all rows.
 struct TiledCosts {
-  double decoding;      // all rows
-  double sharing;       // waiting for what other threads have prepared, and reading it: a part of all products,
-  double waiting = 0;   // and so much more
+  double decoding;     // all rows
+  double sharing;      // waiting for what other threads have prepared, and reading it: a part of all products,
+  double waiting = 0;  // and so many more
 };
 
 inline TokenBlocks token_blocks(int64_t tokens, int64_t token_bytes, const TiledCosts& costs) {
@@ -98,20 +98,21 @@ struct TokenBlock {
   int64_t thread;  // less than TokenBlocks::threads; no other thread has this number meanwhile
 };
 
-//   prepare(block, begin, end, units, scratch)         granules [begin, end) of its tokens
-//   multiply(block, row_begin, row_end, units, scratch)
+// Runs it by
+//   prepare(block, begin, end, units, scratch)          granules [begin, end) of a block's tokens -> its units
+//   multiply(block, row_begin, row_end, units, scratch) these rows times all of a block's tokens
 template <class Prepare, class Multiply>
 inline void run_tiled(const TiledProduct& p, const Prepare& prepare, const Multiply& multiply) {
   const int64_t threads = p.blocks.threads, tokens = p.blocks.tokens, bytes = p.width() * p.token_bytes;
   const auto block_from = [&](int64_t m, int64_t thread) { return TokenBlock{m, std::min(p.tokens - m, tokens), thread}; };
   const auto granules_of = [&](const TokenBlock& b) { return (b.count + p.granule_tokens - 1) / p.granule_tokens; };
   if (threads > 1) {
-    const int64_t blocks = (p.tokens + tokens - 1) / tokens;
-    parallel_rows(threads, row_grain(tokens * p.rows * p.in_features), [&](int64_t first, int64_t last) {
+    const int64_t blocks = (p.tokens + tokens - 1) / tokens, parts = std::min(threads, blocks);
+    parallel_rows(parts, row_grain(tokens * p.rows * p.in_features), [&](int64_t first, int64_t last) {
       // Units in the thread's own scratch: in new memory they would mostly be in another core's caches.
       const WorkspaceLease own(p.scratch_bytes + bytes);
       char* const units = static_cast<char*>(own.data()) + p.scratch_bytes;
-      for (int64_t b = first * blocks / threads; b < last * blocks / threads; ++b) {
+      for (int64_t b = first * blocks / parts; b < last * blocks / parts; ++b) {
         const TokenBlock block = block_from(b * tokens, first);
         prepare(block, 0, granules_of(block), units, own.data());
         multiply(block, 0, p.rows, units, own.data());
