@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import harness
 import torch
-from harness import Case
+from harness import Case, Rotated
 from torch import Tensor
 
 from halfbyte import reference
@@ -30,25 +30,25 @@ ops = torch.ops.halfbyte
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def bitsandbytes_case(dense: list[Tensor], format: str, moved: int) -> Case | None:
+def bitsandbytes_case(dense: Rotated[Tensor], format: str, moved: int) -> Case | None:
     """bitsandbytes' own dequantization of the same weights, where it has the format."""
     f = Format.parse(format)
     if bnb is None or f.bits != 4:
         return None
-    nested = f.scales == "dq"
-    states = [bnb.quantize_4bit(x, blocksize=f.block_size, quant_type=f.codebook, compress_statistics=nested) for x in dense]
-    return Case(lambda i: bnb.dequantize_4bit(*states[i % len(states)]), moved)
+    how = {"blocksize": f.block_size, "quant_type": f.codebook, "compress_statistics": f.scales == "dq"}
+    states = Rotated(bnb.quantize_4bit(x, **how) for x in dense)
+    return Case(lambda i: bnb.dequantize_4bit(*states[i]), moved)
 
 
-def torch_recipe(packed: list[Tensor], format: str, K: int, dtype: torch.dtype, moved: int) -> Case | None:
+def torch_recipe(packed: Rotated[Tensor], format: str, K: int, dtype: torch.dtype, moved: int) -> Case | None:
     """The line of torch that people write for 8-bit weights: codes times a column of scales."""
     f = Format.parse(format)
     if f.bits != 8:
         return None
     kind = torch.int8 if f.codebook == "int8" else torch.float8_e4m3fn
-    codes = [p[:, :K].contiguous().view(kind) for p in packed]
-    scales = [reference.unpack(p, f, K)[1] / (127 if f.codebook == "int8" else 448) for p in packed]
-    return Case(lambda i: codes[i % len(codes)].to(dtype) * scales[i % len(codes)].to(dtype), moved)
+    codes = Rotated(p[:, :K].contiguous().view(kind) for p in packed)
+    scales = Rotated(reference.unpack(p, f, K)[1] / (127 if f.codebook == "int8" else 448) for p in packed)
+    return Case(lambda i: codes[i].to(dtype) * scales[i].to(dtype), moved)
 
 
 def dequantize(report: harness.Report, format: str, dtype_name: str, N: int, K: int, note: str = "") -> None:
@@ -58,12 +58,10 @@ def dequantize(report: harness.Report, format: str, dtype_name: str, N: int, K: 
     f, dtype = Format.parse(format), DTYPES[dtype_name]
     moved = N * f.row_bytes(K) + N * K * dtype.itemsize
     dense = harness.rotate(lambda i: torch.randn(N, K).to(dtype), N * K * dtype.itemsize)
-    packed = harness.rotate(
-        lambda i: ops.quantize(dense[i % len(dense)], f.id, f.block_size), min(N * f.row_bytes(K), 8 << 20)
-    )
+    packed = harness.rotate(lambda i: ops.quantize(dense[i], f.id, f.block_size), min(N * f.row_bytes(K), 8 << 20))
 
     def run(i: int) -> Tensor:
-        return ops.dequantize(packed[i % len(packed)], f.id, f.block_size, K, dtype)
+        return ops.dequantize(packed[i], f.id, f.block_size, K, dtype)
 
     peer = bitsandbytes_case(dense, format, moved)
 

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 import harness
 import torch
 import torch.nn.functional as F
-from harness import Case
+from harness import Case, Rotated
 
 from halfbyte import ops
 from halfbyte import reference_products as reference
@@ -31,16 +31,16 @@ NARROW, NARROW_TOKENS = ((192, 576), (576, 576), (1536, 576), (576, 1536)), (8, 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def bitsandbytes_case(weights: list[torch.Tensor], x: torch.Tensor, flops: int) -> dict[str, Case]:
+def bitsandbytes_case(weights: Rotated[torch.Tensor], x: torch.Tensor, flops: int) -> dict[str, Case]:
     try:
         import bitsandbytes.functional as BF
     except ImportError:
         return {}
     size = weights[0].numel()
-    quantized = harness.rotate(lambda i: BF.int8_vectorwise_quant(weights[i % len(weights)].half()), size)
+    quantized = harness.rotate(lambda i: BF.int8_vectorwise_quant(weights[i].half()), size)
 
     def run(i: int) -> torch.Tensor:
-        codes, scales, _ = quantized[i % len(quantized)]
+        codes, scales, _ = quantized[i]
         q, s, _ = BF.int8_vectorwise_quant(x.half())
         return BF.int8_mm_dequant(BF.int8_linear_matmul(q, codes), s, scales)
 
@@ -53,23 +53,23 @@ def int_mm_saturates(M: int, K: int) -> bool:
     return bool((torch._int_mm(row, column) != 127 * 127 * K).any())
 
 
-def compare(report: harness.Report, title: str, M: int, name: str, source: list[torch.Tensor]) -> None:
+def compare(report: harness.Report, title: str, M: int, name: str, source: Rotated[torch.Tensor]) -> None:
     dtype, (N, K) = DTYPES[name], source[0].shape
-    weights = harness.rotate(lambda i: source[i % len(source)].to(dtype), dtype.itemsize * N * K)
-    packed = harness.rotate(lambda i: ops.quantize(source[i % len(source)], "int8"), N * K)
+    weights = harness.rotate(lambda i: source[i].to(dtype), dtype.itemsize * N * K)
+    packed = harness.rotate(lambda i: ops.quantize(source[i], "int8"), N * K)
     x, flops, moved = torch.randn(M, K).to(dtype), 2 * M * N * K, N * packed[0].shape[1]
-    codes = [p[:, :K].view(torch.int8).contiguous().t() for p in packed]
+    codes = Rotated(p[:, :K].view(torch.int8).contiguous().t() for p in packed)
     q = ops.quantize(x, "int8")[:, :K].view(torch.int8).contiguous()
     int_mm = "torch._int_mm alone (saturates)" if int_mm_saturates(M, K) else "torch._int_mm alone"
     cases = {
-        "halfbyte": Case(lambda i: ops.int8_linear(x, packed[i % len(packed)], None, K), bytes=moved, flops=flops),
-        "halfbyte linear": Case(lambda i: ops.linear(x, packed[i % len(packed)], None, "int8", K), bytes=moved, flops=flops),
-        "dense": Case(lambda i: F.linear(x, weights[i % len(weights)]), flops=flops),
-        int_mm: Case(lambda i: torch._int_mm(q, codes[i % len(codes)]), flops=flops),
+        "halfbyte": Case(lambda i: ops.int8_linear(x, packed[i], None, K), bytes=moved, flops=flops),
+        "halfbyte linear": Case(lambda i: ops.linear(x, packed[i], None, "int8", K), bytes=moved, flops=flops),
+        "dense": Case(lambda i: F.linear(x, weights[i]), flops=flops),
+        int_mm: Case(lambda i: torch._int_mm(q, codes[i]), flops=flops),
     }
     if name == "bf16":
         x32 = x.float()
-        cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i % len(source)]), flops=flops)
+        cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i]), flops=flops)
     cases |= bitsandbytes_case(source, x, flops)
 
     def verify() -> None:

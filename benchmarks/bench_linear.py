@@ -16,7 +16,7 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
-from harness import Case
+from harness import Case, Rotated
 
 from halfbyte import ops
 from halfbyte.formats import Format
@@ -39,7 +39,7 @@ def check(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> None:
         raise AssertionError("a result is wrong")
 
 
-def bitsandbytes_cases(weights: list[torch.Tensor], x: torch.Tensor, flops: int) -> dict[str, Case]:
+def bitsandbytes_cases(weights: Rotated[torch.Tensor], x: torch.Tensor, flops: int) -> dict[str, Case]:
     try:
         import bitsandbytes as bnb
         import bitsandbytes.functional as BF
@@ -47,21 +47,21 @@ def bitsandbytes_cases(weights: list[torch.Tensor], x: torch.Tensor, flops: int)
         return {}
 
     def quantized(i: int) -> tuple[torch.Tensor, Any]:
-        return BF.quantize_4bit(weights[i % len(weights)], blocksize=BLOCK, quant_type="nf4")
+        return BF.quantize_4bit(weights[i], blocksize=BLOCK, quant_type="nf4")
 
     packed = harness.rotate(quantized, weights[0].numel() // 2)
 
     def inference(i: int) -> torch.Tensor:
-        data, state = packed[i % len(packed)]
+        data, state = packed[i]
         return bnb.matmul_4bit(x, data.t(), quant_state=state)  # type: ignore[attr-defined]
 
     def training(i: int) -> torch.Tensor:
-        return F.linear(x, BF.dequantize_4bit(*packed[i % len(packed)]))
+        return F.linear(x, BF.dequantize_4bit(*packed[i]))
 
     return {"bitsandbytes": Case(inference, flops=flops), "bitsandbytes training": Case(training, flops=flops)}
 
 
-Dense = dict[str, list[torch.Tensor]]
+Dense = dict[str, Rotated[torch.Tensor]]
 
 
 def slow_backward(dtype: torch.dtype) -> bool:
@@ -77,24 +77,24 @@ def compare(report: harness.Report, title: str, M: int, name: str, format_name: 
     N, K = source[0].shape
     x, grad, flops = torch.randn(M, K).to(dtype), torch.randn(M, N).to(dtype), 2 * M * N * K
     row_bytes = format.row_bytes(K)
-    packed = harness.rotate(lambda i: ops.quantize(source[i % len(source)], format), N * row_bytes)
+    packed = harness.rotate(lambda i: ops.quantize(source[i], format), N * row_bytes)
 
     def forward(i: int) -> torch.Tensor:
-        return ops.linear(x, packed[i % len(packed)], None, format, K)
+        return ops.linear(x, packed[i], None, format, K)
 
     def backward(i: int) -> torch.Tensor:
-        return ops.linear_backward_input(grad, packed[i % len(packed)], format, K)
+        return ops.linear_backward_input(grad, packed[i], format, K)
 
     cases = {
         "halfbyte": Case(forward, bytes=N * row_bytes, flops=flops),
         "halfbyte backward": Case(backward, bytes=N * row_bytes, flops=flops),
-        "dense": Case(lambda i: F.linear(x, weights[i % len(weights)]), flops=flops),
-        "dense backward": Case(lambda i: grad @ weights[i % len(weights)], flops=flops),
+        "dense": Case(lambda i: F.linear(x, weights[i]), flops=flops),
+        "dense backward": Case(lambda i: grad @ weights[i], flops=flops),
     }
     if name != "fp32":
         x32, grad32 = x.float(), grad.float()
-        cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i % len(source)]), flops=flops)
-        cases["dense backward in fp32"] = Case(lambda i: grad32 @ source[i % len(source)], flops=flops)
+        cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i]), flops=flops)
+        cases["dense backward in fp32"] = Case(lambda i: grad32 @ source[i], flops=flops)
         if slow_backward(dtype) and M > 1:
             del cases["dense backward"]
     if format_name == "nf4":
@@ -115,8 +115,8 @@ def compare(report: harness.Report, title: str, M: int, name: str, format_name: 
 def dense_weights(rows: int, features: int) -> Dense:
     fp32 = harness.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
 
-    def as_dtype(dtype: torch.dtype) -> list[torch.Tensor]:
-        return harness.rotate(lambda i: fp32[i % len(fp32)].to(dtype), 2 * rows * features)
+    def as_dtype(dtype: torch.dtype) -> Rotated[torch.Tensor]:
+        return harness.rotate(lambda i: fp32[i].to(dtype), 2 * rows * features)
 
     return {name: fp32 if name == "fp32" else as_dtype(dtype) for name, dtype in DTYPES.items()}
 

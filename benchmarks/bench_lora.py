@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 import harness
 import torch
 import torch.nn.functional as F
-from harness import Case
+from harness import Case, Rotated
 from torch import Tensor
 
 from halfbyte.ops import linear, lora_linear, quantize
@@ -47,10 +47,10 @@ def dropout_kept(x: Tensor, p: float) -> Tensor:
     return (mask.unsqueeze(-1) >> torch.arange(8) & 1).flatten(-2)
 
 
-def compare(report: harness.Report, title: str, M: int, name: str, rank: int, source: list[Tensor]) -> None:
+def compare(report: harness.Report, title: str, M: int, name: str, rank: int, source: Rotated[Tensor]) -> None:
     (dtype, adapter, p), (N, K) = KINDS[name], source[0].shape
-    dense = harness.rotate(lambda i: source[i % len(source)].to(dtype), dtype.itemsize * N * K)
-    packed = harness.rotate(lambda i: quantize(source[i % len(source)], "nf4"), N * K // 2)
+    dense = harness.rotate(lambda i: source[i].to(dtype), dtype.itemsize * N * K)
+    packed = harness.rotate(lambda i: quantize(source[i], "nf4"), N * K // 2)
     grad = torch.randn(M, N).to(dtype)
 
     def leaves(of: torch.dtype, low: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,27 +75,24 @@ def compare(report: harness.Report, title: str, M: int, name: str, rank: int, so
 
     x, a, b = mine = leaves(dtype, adapter)
     cases = {
-        "halfbyte": step(
-            mine, lambda i: lora_linear(x, packed[i % len(packed)], None, a, b, SCALING, "nf4", K, dropout=p), grad
-        ),
+        "halfbyte": step(mine, lambda i: lora_linear(x, packed[i], None, a, b, SCALING, "nf4", K, dropout=p), grad),
         "halfbyte two nodes": step(
-            mine, lambda i: peft(lambda t: linear(t, packed[i % len(packed)], None, "nf4", K), x, a, b, drop), grad
+            mine, lambda i: peft(lambda t: linear(t, packed[i], None, "nf4", K), x, a, b, drop), grad
         ),
-        "dense": step(mine, lambda i: peft(lambda t: F.linear(t, dense[i % len(dense)]), x, a, b, drop), grad),
+        "dense": step(mine, lambda i: peft(lambda t: F.linear(t, dense[i]), x, a, b, drop), grad),
     }
     if dtype == torch.bfloat16:
         x32, a32, b32 = wide = leaves(torch.float32, torch.float32)
-        cases["dense in fp32"] = step(
-            wide, lambda i: peft(lambda t: F.linear(t, source[i % len(source)]), x32, a32, b32, drop), grad.float()
-        )
+        fp32 = step(wide, lambda i: peft(lambda t: F.linear(t, source[i]), x32, a32, b32, drop), grad.float())
+        cases["dense in fp32"] = fp32
     try:
         import bitsandbytes as bnb
         from bitsandbytes.functional import quantize_4bit
 
-        theirs = harness.rotate(lambda i: quantize_4bit(dense[i % len(dense)], blocksize=64, quant_type="nf4"), N * K // 2)
+        theirs = harness.rotate(lambda i: quantize_4bit(dense[i], blocksize=64, quant_type="nf4"), N * K // 2)
 
         def base(t: Tensor, i: int) -> Tensor:
-            data, state = theirs[i % len(theirs)]
+            data, state = theirs[i]
             return bnb.matmul_4bit(t, data.t(), quant_state=state)  # type: ignore[no-any-return, attr-defined]
 
         cases["bitsandbytes"] = step(mine, lambda i: peft(lambda t: base(t, i), x, a, b, drop), grad)

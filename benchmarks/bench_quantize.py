@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import harness
 import torch
-from harness import Case
+from harness import Case, Rotated
 from torch import Tensor
 
 from halfbyte import reference
@@ -26,12 +26,12 @@ ops = torch.ops.halfbyte
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
-def torch_recipe(dense: list[Tensor], format: str, moved: int) -> Case:
+def torch_recipe(dense: Rotated[Tensor], format: str, moved: int) -> Case:
     """The lines of torch that people write for 8-bit weights."""
     largest, kind = (127.0, torch.int8) if format == "int8" else (448.0, torch.float8_e4m3fn)
 
     def run(i: int) -> tuple[Tensor, Tensor]:
-        x = dense[i % len(dense)].float()
+        x = dense[i].float()
         absmax = x.abs().amax(-1, keepdim=True)
         scaled = x * (largest / absmax)
         return (scaled.round() if format == "int8" else scaled).to(kind), absmax
@@ -48,13 +48,13 @@ def quantize(report: harness.Report, format: str, dtype_name: str, N: int, K: in
     dense = harness.rotate(lambda i: torch.randn(N, K).to(dtype), N * K * dtype.itemsize)
 
     def run(i: int) -> Tensor:
-        return ops.quantize(dense[i % len(dense)], f.id, f.block_size)
+        return ops.quantize(dense[i], f.id, f.block_size)
 
     cases = {"halfbyte": Case(run, moved)}
     if bnb is not None and f.bits == 4:
 
         def peer(i: int) -> tuple[Tensor, object]:
-            x = dense[i % len(dense)]
+            x = dense[i]
             return bnb.quantize_4bit(x, blocksize=f.block_size, quant_type=f.codebook, compress_statistics=f.scales == "dq")
 
         cases["bitsandbytes"] = Case(peer, moved)

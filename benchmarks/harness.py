@@ -5,7 +5,7 @@
     weights = harness.rotate(make_weight, weight_bytes)     # copies enough to fall out of the last-level cache
     report.compare(
         "nf4 -> bf16, 4096 x 4096",
-        {"halfbyte": Case(lambda i: op(weights[i % len(weights)]), bytes=n), "bitsandbytes": Case(...)},
+        {"halfbyte": Case(lambda i: op(weights[i]), bytes=n), "bitsandbytes": Case(...)},
         verify=check,                                       # raises when a result is wrong; runs before any timing
         baseline="bitsandbytes",                            # printed as a ratio: how often `halfbyte` fits into a peer
         floors={"copy": n},                                 # "copy", "read", "write": bytes moved; timed in the same rounds
@@ -36,10 +36,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -164,9 +164,25 @@ def environment() -> dict[str, Any]:
     }
 
 
-def rotate(make: Callable[[int], T], item_bytes: int) -> list[T]:
+class Rotated(Generic[T]):
+    """Items that are used in turn: after the last index comes the first item again."""
+
+    def __init__(self, items: Iterable[T]) -> None:
+        self.items = list(items)
+
+    def __getitem__(self, i: int) -> T:
+        return self.items[i % len(self.items)]
+
+    def __iter__(self) -> Iterator[T]:
+        return iter(self.items)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def rotate(make: Callable[[int], T], item_bytes: int) -> Rotated[T]:
     """`make(0), make(1), ...`: enough items that using them in turn finds none in the last-level cache (at least 2)."""
-    return [make(i) for i in range(max(2, 1 + -(-2 * last_level_cache() // max(1, item_bytes))))]
+    return Rotated(make(i) for i in range(max(2, 1 + -(-2 * last_level_cache() // max(1, item_bytes)))))
 
 
 def reuse_memory() -> None:
@@ -221,15 +237,15 @@ class _Floors:
             return aligned(length, torch.uint8)
 
         # An op's output takes the same memory at every call (`reuse_memory`), and so does "write".
-        sources = [] if kind == "write" else rotate(lambda i: fresh(i).random_(), length)
-        targets = {"read": sources, "write": [fresh(0)]}.get(kind) or rotate(fresh, length)
+        sources: Rotated[torch.Tensor] = Rotated([]) if kind == "write" else rotate(lambda i: fresh(i).random_(), length)
+        targets = sources if kind == "read" else Rotated([fresh(0)]) if kind == "write" else rotate(fresh, length)
         size, pool = ctypes.c_int64(length), ctypes.c_int(threads)
 
         def source(i: int) -> ctypes.c_void_p:
-            return ctypes.c_void_p(sources[i % len(sources)].data_ptr())
+            return ctypes.c_void_p(sources[i].data_ptr())
 
         def target(i: int) -> ctypes.c_void_p:
-            return ctypes.c_void_p(targets[i % len(targets)].data_ptr())
+            return ctypes.c_void_p(targets[i].data_ptr())
 
         if kind == "read":
             return Case(lambda i: library.floor_read(source(i), size, pool), length)
