@@ -64,6 +64,13 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   // frees the scratch memory that CPU threads keep between calls; bytes kept now, over all threads
   m.def("clear_workspace() -> ()");
   m.def("workspace_bytes() -> int");
+  // bytes that a call on tokens x packed (rows, row_bytes) takes of CPU memory beside its operands and its result, for plans: of the scratch
+  // of one thread, at most, and of temporaries. `rank`: of a low-rank part, whose own temporaries do not count; 0: none
+  m.def("linear_memory(int tokens, int rows, int format, int block_size, int in_features, ScalarType dtype) -> (int, int)");
+  m.def(
+      "linear_backward_memory(int tokens, int rows, int rank, int format, int block_size, int in_features, ScalarType dtype) -> (int, "
+      "int)");
+  m.def("int8_linear_memory(int tokens, int rows, int in_features) -> (int, int)");
 
   // 8-bit optimizers: one step of every parameter of the lists, in place. params, grads: contiguous float32, bfloat16 or
   // float16, mixed at will; a parameter of shape (N, ...) has K elements a row (a 1-D one is a single row). Per moment:

@@ -86,6 +86,20 @@ inline RowLayout checked_linear(const char* op, const Tensor& input, const Tenso
   return layout;
 }
 
+// The sizes of a product that is only planned: their products stay below 2^63.
+inline void check_planned_size(const char* op, const char* name, int64_t size) {
+  HALFBYTE_CHECK(size >= 0 && size <= (int64_t(1) << 30), op, name, " must be from 0 to 2^30, got ", size);
+}
+
+inline RowLayout checked_plan(const char* op, int64_t tokens, int64_t rows, int64_t rank, int64_t format, int64_t block_size,
+                              int64_t in_features) {
+  check_planned_size(op, "tokens", tokens);
+  check_planned_size(op, "rows", rows);
+  check_planned_size(op, "rank", rank);
+  check_planned_size(op, "in_features", in_features);
+  return checked_layout(op, format, block_size, in_features);
+}
+
 // As checked_linear for int8 rows; int8_linear's sums are int32, and 127 * 128 * 2^17 is below 2^31.
 inline RowLayout checked_int8_linear(const char* op, const Tensor& input, const Tensor& packed, const std::optional<Tensor>& bias,
                                      int64_t in_features) {

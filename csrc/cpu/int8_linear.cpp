@@ -31,6 +31,42 @@ class DirectTokens {
   float factors_[kMostDirectTokens];
 };
 
+// How `tokens` (not 0) are split: up to direct_tokens go straight from the packed rows, of more whole vectors go through panels, and the
+// last ones, which would fill little of one, straight.
+struct Int8Split {
+  int64_t whole, rest;
+
+  explicit Int8Split(int64_t tokens) {
+    const Int8LinearKernels& table = kernels().int8_linear;
+    const int64_t part = tokens % kernels().linear.lanes;
+    rest = tokens <= table.direct_tokens ? tokens : part <= table.rest_tokens ? part : 0;
+    whole = tokens - rest;
+  }
+};
+
+// Quantized tokens and, behind them, what DirectTokens prepares of them.
+int64_t direct_tokens_bytes(int64_t count, const RowLayout& layout) {
+  return round_up(count * layout.row_bytes, 64) + count * DirectTokens::token_bytes(layout);
+}
+
+// Of a token in panels, without its factor.
+int64_t unit_bytes(const RowLayout& layout) {
+  const Int8LinearKernels& table = kernels().int8_linear;
+  return 4 * round_up((layout.in_features + table.unit_elements - 1) / table.unit_elements, table.unit_multiple);
+}
+
+TiledProduct int8_tiled_product(int64_t whole, int64_t rows, const RowLayout& layout) {
+  const LinearKernels& shared = kernels().linear;
+  const Int8LinearKernels& table = kernels().int8_linear;
+  const int64_t K = layout.in_features, lanes = shared.lanes, token_bytes = unit_bytes(layout) + 4;  // with its factor
+  const int64_t quantized_bytes = lanes * layout.row_bytes + 64;                                     // prepare_tiled reads past the rows
+  const double products_of_token = double(rows) * double(K);
+  const TiledCosts costs{double(table.decoding_tokens), double(table.sharing_rows) / double(rows),
+                         double(table.waiting_products) / products_of_token};
+  return {whole, rows, K, token_bytes, lanes, 4 * K * lanes, table.block_rows, std::max(shared.scratch_bytes, quantized_bytes),
+          token_blocks(whole, token_bytes, costs)};
+}
+
 struct Int8Product {
   const Tensor& x;  // (tokens, K), contiguous
   int64_t tokens;
@@ -52,9 +88,6 @@ struct Int8Product {
                   [&](int64_t begin, int64_t end) { quantize(first + begin, end - begin, rows + begin * layout.row_bytes); });
     return DirectTokens(rows, count, layout, rows + round_up(count * layout.row_bytes, 64));
   }
-  int64_t last_bytes(int64_t count) const {
-    return round_up(count * layout.row_bytes, 64) + count * DirectTokens::token_bytes(layout);
-  }
 };
 
 // body(begin, end) for [row_begin, row_end), `step` rows at a time.
@@ -66,7 +99,7 @@ void by_steps(int64_t row_begin, int64_t row_end, int64_t step, const Body& body
 // Few tokens, straight from the packed rows.
 void int8_direct(const Int8Product& p) {
   constexpr int64_t kPassRows = 16;
-  const CallScratch scratch(p.x, p.last_bytes(p.tokens));
+  const CallScratch scratch(p.x, direct_tokens_bytes(p.tokens, p.layout));
   const DirectTokens direct = p.last_tokens(p.tokens, scratch.data());
   parallel_rows(p.rows, row_grain(p.layout.in_features), [&](int64_t begin, int64_t end) {
     by_steps(begin, end, p.tokens <= kPassTokens ? p.rows : kPassRows,
@@ -74,26 +107,19 @@ void int8_direct(const Int8Product& p) {
   });
 }
 
-// Whole vectors of tokens through panels; `rest` tokens behind them, which would fill little of one, are direct ones.
-void int8_tiled(const Int8Product& p, int64_t rest) {
-  const LinearKernels& shared = kernels().linear;
+// Whole vectors of tokens through panels, and the rest beside them.
+void int8_tiled(const Int8Product& p, const Int8Split& split) {
   const Int8LinearKernels& table = kernels().int8_linear;
-  const int64_t K = p.layout.in_features, row_bytes = p.layout.row_bytes, whole = p.tokens - rest, lanes = shared.lanes;
+  const int64_t lanes = kernels().linear.lanes, whole = split.whole;
   std::optional<Tensor> memory;
   std::optional<DirectTokens> direct;
-  if (rest != 0) {
-    memory = new_tensor(p.x, {p.last_bytes(rest)}, ScalarType::Byte);
-    direct.emplace(p.last_tokens(rest, memory->mutable_data_ptr()));
+  if (split.rest != 0) {
+    memory = new_tensor(p.x, {direct_tokens_bytes(split.rest, p.layout)}, ScalarType::Byte);
+    direct.emplace(p.last_tokens(split.rest, memory->mutable_data_ptr()));
   }
-  const int64_t units_of_row = round_up((K + table.unit_elements - 1) / table.unit_elements, table.unit_multiple);
-  const int64_t units_bytes = 4 * units_of_row, token_bytes = units_bytes + 4;  // with its factor
-  const int64_t quantized_bytes = lanes * row_bytes + 64;                       // prepare_tiled reads past the rows
-  const double products_of_token = double(p.rows) * double(K);
-  const TiledCosts costs{double(table.decoding_tokens), double(table.sharing_rows) / double(p.rows),
-                         double(table.waiting_products) / products_of_token};
-  const TiledProduct tiled{p.x, whole, p.rows, K, token_bytes, lanes, 4 * K * lanes, table.block_rows,
-                           std::max(shared.scratch_bytes, quantized_bytes), token_blocks(whole, token_bytes, costs)};
-  const auto factors_in = [&](void* units) { return reinterpret_cast<float*>(static_cast<char*>(units) + tiled.width() * units_bytes); };
+  const TiledProduct tiled = int8_tiled_product(whole, p.rows, p.layout);
+  const int64_t factors_at = tiled.width() * unit_bytes(p.layout);
+  const auto factors_in = [&](void* units) { return reinterpret_cast<float*>(static_cast<char*>(units) + factors_at); };
   const auto prepare = [&](const TokenBlock& b, int64_t begin, int64_t end, void* units, void* scratch) {
     auto* const rows = static_cast<uint8_t*>(scratch);
     by_steps(begin * lanes, std::min(end * lanes, b.count), lanes, [&](int64_t m, int64_t end_token) {
@@ -101,7 +127,7 @@ void int8_tiled(const Int8Product& p, int64_t rest) {
       table.prepare_tiled(rows, m, b.count, p.layout, units, factors_in(units));
     });
   };
-  run_tiled(tiled, prepare, [&](const TokenBlock& b, int64_t begin, int64_t end, void* units, void* scratch) {
+  run_tiled(tiled, p.x, prepare, [&](const TokenBlock& b, int64_t begin, int64_t end, void* units, void* scratch) {
     const bool with_rest = direct && b.first + b.count == whole;
     by_steps(begin, end, with_rest ? table.panel_rows : p.rows, [&](int64_t row, int64_t row_end) {
       table.tiled(p.packed, row, row_end, p.layout, units, factors_in(units), b.count, p.target.from(b.first, 0), scratch);
@@ -123,14 +149,27 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
   const DType dtype = checked_dtype(op, "input", x.scalar_type());
   const Int8Product product{x, tokens, weight.const_data_ptr<uint8_t>(), N, layout, dtype,
                             {output.mutable_data_ptr(), added ? added->const_data_ptr() : nullptr, N, dtype}};
-  const Int8LinearKernels& table = kernels().int8_linear;
-  const int64_t part = tokens % kernels().linear.lanes;
-  if (tokens <= table.direct_tokens) int8_direct(product);
-  else int8_tiled(product, part <= table.rest_tokens ? part : 0);
+  const Int8Split split(tokens);
+  if (split.whole == 0) int8_direct(product);
+  else int8_tiled(product, split);
   return output;
+}
+
+std::tuple<int64_t, int64_t> int8_linear_memory(int64_t tokens, int64_t rows, int64_t in_features) {
+  const RowLayout layout = checked_plan("int8_linear_memory", tokens, rows, 0, kInt8, 0, in_features);
+  if (tokens == 0 || rows == 0) return {0, 0};
+  const Int8Split split(tokens);
+  if (split.whole == 0) return CallScratch::memory(direct_tokens_bytes(tokens, layout)).both();
+  ProductMemory memory = int8_tiled_product(split.whole, rows, layout).memory();
+  if (split.rest != 0) memory.temporary += direct_tokens_bytes(split.rest, layout);
+  return memory.both();
 }
 
 }  // namespace
 }  // namespace halfbyte::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) { m.impl("int8_linear", TORCH_BOX(&halfbyte::cpu::int8_linear)); }
+
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CompositeExplicitAutograd, m) {
+  m.impl("int8_linear_memory", TORCH_BOX(&halfbyte::cpu::int8_linear_memory));
+}

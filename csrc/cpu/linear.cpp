@@ -37,10 +37,33 @@ Tensor linear_backward_input(const Tensor& grad_output, const Tensor& packed, in
   return output;
 }
 
+std::tuple<int64_t, int64_t> linear_memory(int64_t tokens, int64_t rows, int64_t format, int64_t block_size, int64_t in_features,
+                                           ScalarType dtype) {
+  constexpr const char* op = "linear_memory";
+  const RowLayout layout = checked_plan(op, tokens, rows, 0, format, block_size, in_features);
+  const DType checked = checked_dtype(op, "dtype", dtype);
+  if (tokens == 0 || rows == 0) return {0, 0};
+  return forward_memory(forward_sizes(tokens, rows, layout, checked)).both();
+}
+
+std::tuple<int64_t, int64_t> linear_backward_memory(int64_t tokens, int64_t rows, int64_t rank, int64_t format, int64_t block_size,
+                                                    int64_t in_features, ScalarType dtype) {
+  constexpr const char* op = "linear_backward_memory";
+  const RowLayout layout = checked_plan(op, tokens, rows, rank, format, block_size, in_features);
+  const DType checked = checked_dtype(op, "dtype", dtype);
+  if (tokens == 0 || rows == 0) return {0, 0};
+  return backward_memory(backward_sizes(tokens, rows, layout, checked), rank).both();
+}
+
 }  // namespace
 }  // namespace halfbyte::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) {
   m.impl("linear", TORCH_BOX(&halfbyte::cpu::linear));
   m.impl("linear_backward_input", TORCH_BOX(&halfbyte::cpu::linear_backward_input));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CompositeExplicitAutograd, m) {
+  m.impl("linear_memory", TORCH_BOX(&halfbyte::cpu::linear_memory));
+  m.impl("linear_backward_memory", TORCH_BOX(&halfbyte::cpu::linear_backward_memory));
 }

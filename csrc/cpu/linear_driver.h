@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include "../operands.h"
@@ -24,6 +25,24 @@ inline Compute forward_compute(DType dtype, int64_t tokens, int32_t format, cons
   if (dtype == DType::kBFloat16 && is_4bit(format) && tokens <= table.in(Compute::kInt16).direct_tokens) return Compute::kInt16;
   return tokens <= table.exact_tokens ? Compute::kFloat32 : compute_for(dtype, table);
 }
+
+// The sizes of a product, which decide how it is computed. Tokens and rows are not 0.
+struct ProductSizes {
+  int64_t tokens, rows;
+  const RowLayout& layout;
+  DType dtype;
+  Compute compute;
+
+  // Of a prepared token whose features are whole groups.
+  int64_t token_bytes() const { return round_up(layout.in_features, kernels().linear.group) * (compute == Compute::kBFloat16 ? 2 : 4); }
+};
+
+// Bytes that a product takes beside its operands and its result, but for a low-rank part.
+struct ProductMemory {
+  int64_t kept;       // scratch of one thread, at most, which it keeps
+  int64_t temporary;  // of the call
+  std::tuple<int64_t, int64_t> both() const { return {kept, temporary}; }
+};
 
 inline int64_t elements_per_unit(Compute compute) { return compute == Compute::kBFloat16 ? 2 : 1; }
 
@@ -80,17 +99,20 @@ inline TokenBlocks token_blocks(int64_t tokens, int64_t token_bytes, const Tiled
 
 // A product whose tokens are prepared into units, block by block, before rows of the weight, decoded into panels, meet them.
 struct TiledProduct {
-  const Tensor& like;
   int64_t tokens, rows, in_features;
   int64_t token_bytes;     // of a prepared token
   int64_t granule_tokens;  // tokens that are prepared together,
   int64_t granule_work;    // and what that takes, as row_grain's work
   int64_t block_rows;      // of the micro-kernel
-  int64_t scratch_bytes;   // of a thread
+  int64_t scratch_bytes;   // of a thread, beside units of its own
   TokenBlocks blocks;
 
   // Tokens that a buffer of units has room for.
   int64_t width() const { return round_up(blocks.tokens, kernels().linear.tile_tokens); }
+  int64_t units_bytes() const { return width() * token_bytes; }
+  // What a thread leases.
+  int64_t workspace() const { return scratch_bytes + (blocks.threads > 1 ? units_bytes() : 0); }
+  ProductMemory memory() const { return {workspace(), blocks.threads > 1 ? 0 : units_bytes()}; }
 };
 
 struct TokenBlock {
@@ -101,16 +123,17 @@ struct TokenBlock {
 // Runs it by
 //   prepare(block, begin, end, units, scratch)          granules [begin, end) of a block's tokens -> its units
 //   multiply(block, row_begin, row_end, units, scratch) these rows times all of a block's tokens
+// Shared units are in memory made as `like` is.
 template <class Prepare, class Multiply>
-inline void run_tiled(const TiledProduct& p, const Prepare& prepare, const Multiply& multiply) {
-  const int64_t threads = p.blocks.threads, tokens = p.blocks.tokens, bytes = p.width() * p.token_bytes;
+inline void run_tiled(const TiledProduct& p, const Tensor& like, const Prepare& prepare, const Multiply& multiply) {
+  const int64_t threads = p.blocks.threads, tokens = p.blocks.tokens;
   const auto block_from = [&](int64_t m, int64_t thread) { return TokenBlock{m, std::min(p.tokens - m, tokens), thread}; };
   const auto granules_of = [&](const TokenBlock& b) { return (b.count + p.granule_tokens - 1) / p.granule_tokens; };
   if (threads > 1) {
     const int64_t blocks = (p.tokens + tokens - 1) / tokens, parts = std::min(threads, blocks);
     parallel_rows(parts, row_grain(tokens * p.rows * p.in_features), [&](int64_t first, int64_t last) {
       // Units in the thread's own scratch: in new memory they would mostly be in another core's caches.
-      const WorkspaceLease own(p.scratch_bytes + bytes);
+      const WorkspaceLease own(p.workspace());
       char* const units = static_cast<char*>(own.data()) + p.scratch_bytes;
       for (int64_t b = first * blocks / parts; b < last * blocks / parts; ++b) {
         const TokenBlock block = block_from(b * tokens, first);
@@ -120,16 +143,16 @@ inline void run_tiled(const TiledProduct& p, const Prepare& prepare, const Multi
     });
     return;
   }
-  const Tensor prepared = new_tensor(p.like, {bytes}, ScalarType::Byte);
+  const Tensor prepared = new_tensor(like, {p.units_bytes()}, ScalarType::Byte);
   void* const units = prepared.mutable_data_ptr();
   for (int64_t m = 0; m < p.tokens; m += tokens) {
     const TokenBlock block = block_from(m, 0);
     parallel_rows(granules_of(block), row_grain(p.granule_work), [&](int64_t begin, int64_t end) {
-      const WorkspaceLease scratch(p.scratch_bytes);
+      const WorkspaceLease scratch(p.workspace());
       prepare(block, begin, end, units, scratch.data());
     });
     parallel_blocks(p.rows, p.block_rows, row_grain(p.in_features * block.count), [&](int64_t begin, int64_t end) {
-      const WorkspaceLease scratch(p.scratch_bytes);
+      const WorkspaceLease scratch(p.workspace());
       multiply(block, begin, end, units, scratch.data());
     });
   }
@@ -158,17 +181,12 @@ inline Tensor low_rank_weight(const LowRankOperands& low, Compute compute, int64
   return units;
 }
 
-// output = x @ packed^T + bias (of `target`) + the low-rank part. x (tokens, K) of dtype, contiguous; tokens and rows are not 0.
-struct Forward {
+// output = x @ packed^T + bias (of `target`) + the low-rank part. x (tokens, K) of dtype, contiguous.
+struct Forward : ProductSizes {
   const Tensor& x;
-  int64_t tokens;
   const uint8_t* packed;
-  int64_t rows;
-  const RowLayout& layout;
-  DType dtype;
   const LowRankOperands* low;
   LinearOutput target;
-  Compute compute;
 };
 
 // The low-rank part as the kernels take it, if there is one: its weight in units, and memory for the input of `tokens` tokens.
@@ -212,8 +230,11 @@ inline const T* address(const std::optional<T>& value) {
 class CallScratch {
  public:
   CallScratch(const Tensor& like, int64_t bytes) {
-    if (bytes <= kWorkspaceLimit) kept_.emplace(bytes);
+    if (memory(bytes).kept == bytes) kept_.emplace(bytes);
     else fresh_ = new_tensor(like, {bytes}, ScalarType::Byte);
+  }
+  static ProductMemory memory(int64_t bytes) {
+    return bytes <= kWorkspaceLimit ? ProductMemory{bytes, 0} : ProductMemory{0, bytes};
   }
   void* data() const { return kept_ ? kept_->data() : fresh_->mutable_data_ptr(); }
 
@@ -226,7 +247,7 @@ class CallScratch {
 inline void forward_direct(const Forward& f) {
   constexpr int64_t kPassRows = 16;  // rows that all tokens take before the next ones: their codes come from memory once
   const LinearKernels& table = kernels().linear;
-  const int64_t K = f.layout.in_features, token_bytes = round_up(K, table.group) * 4 / elements_per_unit(f.compute);
+  const int64_t K = f.layout.in_features, token_bytes = f.token_bytes();
   const CallScratch scratch(f.x, f.tokens * token_bytes);
   char* const units = static_cast<char*>(scratch.data());
   const LowRankUnits low(f, f.tokens, table.lanes);
@@ -245,13 +266,19 @@ inline void forward_direct(const Forward& f) {
   });
 }
 
+inline TiledProduct tiled_product(const ProductSizes& f) {
+  const LinearKernels& table = kernels().linear;
+  const LinearArithmetic& arithmetic = table.in(f.compute);
+  const int64_t K = f.layout.in_features, token_bytes = f.token_bytes();
+  return {f.tokens, f.rows, K, token_bytes, table.tile_tokens, K * table.tile_tokens, arithmetic.block_rows, table.scratch_bytes,
+          token_blocks(f.tokens, token_bytes, {double(arithmetic.decoding_tokens), 1.0 / 16})};
+}
+
 // More tokens, rows decoded into panels.
 inline void forward_tiled(const Forward& f) {
   const LinearKernels& table = kernels().linear;
-  const LinearArithmetic& arithmetic = table.in(f.compute);
-  const int64_t K = f.layout.in_features, token_bytes = round_up(K, table.group) * 4 / elements_per_unit(f.compute);
-  const TiledProduct p{f.x, f.tokens, f.rows, K, token_bytes, table.tile_tokens, K * table.tile_tokens, arithmetic.block_rows,
-                       table.scratch_bytes, token_blocks(f.tokens, token_bytes, {double(arithmetic.decoding_tokens), 1.0 / 16})};
+  const int64_t K = f.layout.in_features;
+  const TiledProduct p = tiled_product(f);
   const LowRankUnits low(f, p.blocks.threads * p.width(), table.lanes);
   const auto prepare = [&](const TokenBlock& b, int64_t begin, int64_t end, void* units, void*) {
     table.prepare_tiled(at_row(f.x, b.first, K), f.dtype, b.count, f.layout, f.compute, begin, end, units);
@@ -259,7 +286,7 @@ inline void forward_tiled(const Forward& f) {
       table.prepare_low_rank_tiled(at_row(f.low->input, b.first, low.rank), low.dtype, b.count, low.rank, f.low->factor, f.compute,
                                    low.input_at(b.thread * p.width()));
   };
-  run_tiled(p, prepare, [&](const TokenBlock& b, int64_t begin, int64_t end, const void* units, void* scratch) {
+  run_tiled(p, f.x, prepare, [&](const TokenBlock& b, int64_t begin, int64_t end, const void* units, void* scratch) {
     const auto addend = low.addend(b.thread * p.width());
     table.tiled(f.packed, begin, end, f.layout, f.compute, units, b.count, address(addend), f.target.from(b.first, 0), scratch);
   });
@@ -267,13 +294,13 @@ inline void forward_tiled(const Forward& f) {
 
 // A matrix (tokens, columns) that meets panels of columns: activations, gradients, or a low-rank input.
 struct TokenMatrix {
-  const Tensor* matrix;
+  const Tensor* matrix;  // null in a plan, which takes it to be aligned as torch's allocator aligns
   DType dtype;
   int64_t tokens, columns, stride;  // stride: units of each token, prepared
   Compute compute;
 
-  TokenMatrix(const Tensor& matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute)
-      : matrix(&matrix), dtype(dtype), tokens(tokens), columns(columns), compute(compute) {
+  TokenMatrix(const Tensor* matrix, DType dtype, int64_t tokens, int64_t columns, Compute compute)
+      : matrix(matrix), dtype(dtype), tokens(tokens), columns(columns), compute(compute) {
     const int64_t elements = elements_per_unit(compute);
     stride = round_up((columns + elements - 1) / elements, kernels().linear.in(compute).matrix_units);
   }
@@ -281,8 +308,9 @@ struct TokenMatrix {
   bool ready() const {
     const LinearArithmetic& a = kernels().linear.in(compute);
     if (dtype != (compute == Compute::kBFloat16 ? DType::kBFloat16 : DType::kFloat32)) return false;
+    const void* const data = matrix ? matrix->const_data_ptr() : nullptr;
     return stride % a.packed_units != 0 && columns == stride * elements_per_unit(compute) && tokens % a.matrix_tokens == 0 &&
-           reinterpret_cast<uintptr_t>(matrix->const_data_ptr()) % uintptr_t(4 * a.matrix_units) == 0;
+           reinterpret_cast<uintptr_t>(data) % uintptr_t(4 * a.matrix_units) == 0;
   }
   int64_t bytes(int64_t tokens) const { return round_up(tokens, kernels().linear.in(compute).matrix_tokens) * stride * 4; }
   // What a thread needs to prepare so many for itself.
@@ -335,22 +363,40 @@ inline Tensor prepare_matrix(const TokenMatrix& g, int64_t tokens, int64_t block
   return units;
 }
 
-// `tokens` of `source`, and of `low` if there is one, in blocks of `block`, times `groups` groups of columns, shared out over threads:
-// multiply(first token, first group, end group, units of source, units of low, scratch). Sharing less than `grain` of them, each block
-// and group one, costs more than it gains.
+// A product whose tokens, prepared row by row, meet groups of decoded columns or turned rows: blocks of tokens of `source`, and of `low`
+// if there is one, times groups, shared out over threads.
+struct ColumnsProduct {
+  TokenMatrix source;
+  std::optional<TokenMatrix> low;
+  int64_t block, groups;
+  int64_t group_work;     // of a block and a group, as row_grain's work
+  int64_t scratch_bytes;  // of a thread, beside units of its own
+
+  int64_t blocks() const { return (source.tokens + block - 1) / block; }
+  int64_t own_bytes() const { return source.own_bytes(block) + (low ? low->own_bytes(block) : 0); }
+  // Whether every thread has whole blocks, for which it waits for none, and prepares them itself.
+  bool alone() const {
+    const int64_t threads = torch::stable::get_num_threads();
+    return threads > 1 && blocks() % threads == 0 && own_blocks_fit(own_bytes(), scratch_bytes);
+  }
+  // What a thread leases.
+  int64_t workspace() const { return scratch_bytes + (alone() ? own_bytes() : 0); }
+  ProductMemory memory() const { return {workspace(), alone() ? 0 : source.own_bytes(source.tokens)}; }
+};
+
+// Runs it by multiply(first token, first group, end group, units of source, units of low, scratch).
 template <class Multiply>
-inline void run_columns(const TokenMatrix& source, const TokenMatrix* low, int64_t tokens, int64_t block, int64_t groups, int64_t grain,
-                        int64_t scratch_bytes, const Multiply& multiply) {
-  const int64_t blocks = (tokens + block - 1) / block, threads = torch::stable::get_num_threads();
-  const int64_t source_bytes = source.own_bytes(block), own_bytes = source_bytes + (low ? low->own_bytes(block) : 0);
-  const bool whole = threads > 1 && blocks % threads == 0;  // blocks for every thread, which waits for none
-  if (whole && own_blocks_fit(own_bytes, scratch_bytes)) {
+inline void run_columns(const ColumnsProduct& p, const Multiply& multiply) {
+  const TokenMatrix& source = p.source;
+  const int64_t tokens = source.tokens, block = p.block, blocks = p.blocks(), groups = p.groups, grain = row_grain(p.group_work);
+  if (p.alone()) {
+    const int64_t threads = torch::stable::get_num_threads();
     parallel_rows(threads, (grain * threads + groups * blocks - 1) / (groups * blocks), [&](int64_t first, int64_t last) {
-      const WorkspaceLease own(scratch_bytes + own_bytes);
-      char* const units = static_cast<char*>(own.data()) + scratch_bytes;
+      const WorkspaceLease own(p.workspace());
+      char* const units = static_cast<char*>(own.data()) + p.scratch_bytes;
       for (int64_t b = first * blocks / threads; b < last * blocks / threads; ++b) {
         const int64_t token = b * block, count = std::min(tokens - token, block);
-        const TokenUnits low_units = low ? low->prepared(token, count, units + source_bytes) : TokenUnits{};
+        const TokenUnits low_units = p.low ? p.low->prepared(token, count, units + source.own_bytes(block)) : TokenUnits{};
         multiply(token, 0, groups, source.prepared(token, count, units), low_units, own.data());
       }
     });
@@ -358,42 +404,47 @@ inline void run_columns(const TokenMatrix& source, const TokenMatrix* low, int64
   }
   const Tensor prepared = prepare_matrix(source, tokens, block);
   std::optional<Tensor> prepared_low;
-  if (low) prepared_low = prepare_matrix(*low, tokens, block);
+  if (p.low) prepared_low = prepare_matrix(*p.low, tokens, block);
   const auto at = [](const Tensor& units, const TokenMatrix& g, int64_t token) {
     return TokenUnits{static_cast<const char*>(units.const_data_ptr()) + token * g.stride * 4, g.ready()};
   };
   parallel_rows(blocks * groups, grain, [&](int64_t begin, int64_t end) {
-    const WorkspaceLease scratch(scratch_bytes);
+    const WorkspaceLease scratch(p.workspace());
     for (int64_t work = begin; work < end;) {
       const int64_t group = work % groups, group_end = std::min(groups, group + end - work), token = work / groups * block;
-      multiply(token, group, group_end, at(prepared, source, token), low ? at(*prepared_low, *low, token) : TokenUnits{},
+      multiply(token, group, group_end, at(prepared, source, token), p.low ? at(*prepared_low, *p.low, token) : TokenUnits{},
                scratch.data());
       work += group_end - group;
     }
   });
 }
 
+inline ColumnsProduct turned_product(const ProductSizes& f, const Tensor* x) {
+  const LinearKernels& table = kernels().linear;
+  const int64_t K = f.layout.in_features, run = table.in(f.compute).turned_rows, groups = (f.rows + run - 1) / run;
+  const TokenMatrix source(x, f.dtype, f.tokens, K, f.compute);
+  const int64_t block = column_block(source, groups);
+  return {source, std::nullopt, block, groups, K * run * block, table.turned_scratch(f.compute, std::min(f.tokens, block), f.rows, K)};
+}
+
 // Many tokens, or some of a layer with few rows: weights are turned.
 inline void forward_turned(const Forward& f) {
   const LinearKernels& table = kernels().linear;
-  const int64_t K = f.layout.in_features, run = table.in(f.compute).turned_rows, groups = (f.rows + run - 1) / run;
-  const TokenMatrix source(f.x, f.dtype, f.tokens, K, f.compute);
-  const int64_t block = column_block(source, groups);
+  const int64_t run = table.in(f.compute).turned_rows;
+  const ColumnsProduct p = turned_product(f, &f.x);
   const LowRankUnits low(f, round_up(f.tokens, table.in(f.compute).matrix_tokens), table.in(f.compute).matrix_units);
   low.prepare(f);
-  const auto multiply = [&](int64_t token, int64_t group, int64_t group_end, const TokenUnits& units, const TokenUnits&, void* scratch) {
+  run_columns(p, [&](int64_t token, int64_t group, int64_t group_end, const TokenUnits& units, const TokenUnits&, void* scratch) {
     const auto addend = low.addend(token);
-    table.turned(f.packed, group * run, std::min(group_end * run, f.rows), f.layout, f.compute, units, std::min(f.tokens - token, block),
-                 address(addend), f.target.from(token, 0), scratch);
-  };
-  run_columns(source, nullptr, f.tokens, block, groups, row_grain(K * run * block),
-              table.turned_scratch(f.compute, std::min(f.tokens, block), f.rows, K), multiply);
+    table.turned(f.packed, group * run, std::min(group_end * run, f.rows), f.layout, f.compute, units,
+                 std::min(f.tokens - token, p.block), address(addend), f.target.from(token, 0), scratch);
+  });
 }
 
 // Preparing a token for `tiled`, and turning its sums, take as long as some 13 rows' products; turning a weight as long as that of some
 // tokens. Tokens that have to be widened to fp32 are prepared either way. `tiled` multiplies whole vectors of tokens, `turned` whole runs
 // of rows.
-inline bool turned_is_faster(const Forward& f) {
+inline bool turned_is_faster(const ProductSizes& f) {
   const LinearKernels& table = kernels().linear;
   const LinearArithmetic& arithmetic = table.in(f.compute);
   const auto padding = [](int64_t n, int64_t whole) { return round_up(n, whole) - n; };
@@ -405,13 +456,34 @@ inline bool turned_is_faster(const Forward& f) {
   return enough || padding(f.tokens, table.lanes) >= from.padding;
 }
 
+enum class ForwardRoute { kDirect, kTiled, kTurned };
+
+inline ForwardRoute forward_route(const ProductSizes& f) {
+  if (f.tokens <= kernels().linear.in(f.compute).direct_tokens) return ForwardRoute::kDirect;
+  return turned_is_faster(f) ? ForwardRoute::kTurned : ForwardRoute::kTiled;
+}
+
+inline ProductSizes forward_sizes(int64_t tokens, int64_t rows, const RowLayout& layout, DType dtype) {
+  return {tokens, rows, layout, dtype, forward_compute(dtype, tokens, layout.format, kernels().linear)};
+}
+
+inline ProductMemory forward_memory(const ProductSizes& f) {
+  switch (forward_route(f)) {
+    case ForwardRoute::kDirect: return CallScratch::memory(f.tokens * f.token_bytes());
+    case ForwardRoute::kTurned: return turned_product(f, nullptr).memory();
+    case ForwardRoute::kTiled: return tiled_product(f).memory();
+  }
+  return {};
+}
+
 inline void run_forward(const Tensor& x, int64_t tokens, const uint8_t* packed, int64_t rows, const RowLayout& layout, DType dtype,
                         const LowRankOperands* low, LinearOutput target) {
-  const LinearKernels& table = kernels().linear;
-  const Forward f{x, tokens, packed, rows, layout, dtype, low, target, forward_compute(dtype, tokens, layout.format, table)};
-  if (tokens <= table.in(f.compute).direct_tokens) forward_direct(f);
-  else if (turned_is_faster(f)) forward_turned(f);
-  else forward_tiled(f);
+  const Forward f{forward_sizes(tokens, rows, layout, dtype), x, packed, low, target};
+  switch (forward_route(f)) {
+    case ForwardRoute::kDirect: return forward_direct(f);
+    case ForwardRoute::kTurned: return forward_turned(f);
+    case ForwardRoute::kTiled: return forward_tiled(f);
+  }
 }
 
 }  // namespace halfbyte::cpu

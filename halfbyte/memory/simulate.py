@@ -17,11 +17,9 @@ from halfbyte.distributed.fsdp2 import _checkpoint_blocks
 from halfbyte.distributed.grouping import blocks
 from halfbyte.memory.answers import Answers
 from halfbyte.memory.fold import NotFoldableError
-from halfbyte.memory.kernels import WORKSPACE_PER_THREAD
 from halfbyte.memory.sharded import Sharding
 from halfbyte.memory.subject import Subject, like_transformers, packed_parameters
 from halfbyte.memory.tracker import StorageTracker
-from halfbyte.nn.packed import Packed
 from halfbyte.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 
 __all__ = ["OPTIMIZERS", "OptimizerLike", "simulate"]
@@ -109,8 +107,8 @@ def simulate(
             sharding.remove()
             for parameter in model.parameters():
                 parameter.grad = None
-    if subject.device.type == "cpu" and any(isinstance(m, Packed) for m in model.modules()):
-        scratch = (tracker.kept or WORKSPACE_PER_THREAD) * torch.get_num_threads()
+    if tracker.kept:
+        scratch = tracker.kept * torch.get_num_threads()
         tracker.at_peak["kernel workspace"] = scratch
         tracker.peak += scratch
     return tracker

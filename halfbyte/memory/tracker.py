@@ -13,14 +13,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from halfbyte.memory.kernels import backward_bytes, kept_bytes, linear_bytes
+from halfbyte.memory.cpu_kernels import cpu_memory
+from halfbyte.memory.cuda_kernels import backward_bytes, linear_bytes
 
 if TYPE_CHECKING:
     from halfbyte.memory.fold import Fold
 
 __all__ = ["StorageTracker", "in_backward"]
 
-_LINEAR_TOKENS = 512  # kLinearTokens of csrc/cpu: rows of activations that the tiled product converts at a time
 _CUDA_BLOCK = 512  # torch's allocator on CUDA hands out multiples of it, and `memory_allocated` counts those
 
 
@@ -56,7 +56,7 @@ class StorageTracker(TorchDispatchMode):
         at_peak: bytes by kind at that moment.
         sums: the sum at every moment that was compared with the peak, in order.
         owners: the fold that a parameter belongs to, by its id.
-        kept: what a thread of a CPU keeps of the products with packed rows, about.
+        kept: what a thread of a CPU keeps of the products with packed rows, at most.
     """
 
     def __init__(self, host: bool = True) -> None:
@@ -100,12 +100,20 @@ class StorageTracker(TorchDispatchMode):
             for leaf in tree_leaves(out):
                 if isinstance(leaf, Tensor):
                     self.track(leaf)
-        name = str(func)
-        if name in _TEMPORARIES:
-            self.moment(_TEMPORARIES[name](args))
-        if name in _IN_FEATURES and args[0].device.type == "cpu":
-            self.kept = max(self.kept, kept_bytes(args[1].shape[0], args[_IN_FEATURES[name]], args[0].dtype))
+        if func.namespace == "halfbyte":
+            self._product(str(func), args)
         return out
+
+    def _product(self, name: str, args: tuple[Any, ...]) -> None:
+        if not args or not isinstance(args[0], Tensor):
+            return
+        if args[0].device.type != "cpu":
+            if name in _TEMPORARIES:
+                self.moment(_TEMPORARIES[name](args))
+        elif memory := cpu_memory(name, args):
+            kept, temporary = memory
+            self.kept = max(self.kept, kept)
+            self.moment(temporary)
 
     def track(self, tensor: Tensor, kind: str | None = None, owner: Fold | None = None) -> None:
         """Counts a tensor's storage from now on; an explicit `kind` or `owner` also changes one that is counted already."""
@@ -246,19 +254,12 @@ def in_backward() -> bool:
 
 
 def _linear(args: tuple[Any, ...]) -> int:
-    """CPU: the activations in the product's own order, at most 512 tokens at a time. CUDA: see `linear_bytes`."""
     input, packed, format, block_size, in_features = args[0], args[1], *args[3:6]
-    tokens = input.numel() // in_features
-    if input.device.type == "cpu":
-        return min(tokens, _LINEAR_TOKENS) * in_features * input.element_size()
-    return linear_bytes(tokens, packed.shape[0], in_features, format, block_size, input.dtype)
+    return linear_bytes(input.numel() // in_features, packed.shape[0], in_features, format, block_size, input.dtype)
 
 
 def _backward(args: tuple[Any, ...]) -> int:
-    """CUDA: see `backward_bytes`."""
     grad, packed, format, _, in_features = args
-    if grad.device.type == "cpu":
-        return 0
     return backward_bytes(grad.numel() // packed.shape[0], packed.shape[0], in_features, format, grad.dtype)
 
 
@@ -273,27 +274,21 @@ def _copies(t: Tensor, dtype: torch.dtype, masked: bool = False) -> int:
 
 
 def _lora(args: tuple[Any, ...]) -> int:
-    """CUDA: what x A^T multiplies; after it what the product takes, which starts from the branch in the output's memory."""
+    """What x A^T multiplies; after it what the product takes, which starts from the branch in the output's memory."""
     input, packed, lora_A, sizes = args[0], args[1], args[3], args[7:10]
-    if input.device.type == "cpu":
-        return 0
     wide = input.dtype if input.dtype == lora_A.dtype else torch.float32
     return max(_copies(input, wide, _given(args, 10)), _linear((input, packed, None, *sizes)))
 
 
 def _lora_adapter(args: tuple[Any, ...]) -> int:
-    """CUDA: what the gradients of x A^T, A and B multiply."""
+    """What the gradients of x A^T, A and B multiply."""
     grad, input, projected, needs_A = args[0], args[1], args[2], args[7]
-    if grad.device.type == "cpu":
-        return 0
     copies = _copies(input, projected.dtype, _given(args, 9)) if needs_A else 0
     return _copies(grad, projected.dtype) + copies
 
 
 def _lora_backward(args: tuple[Any, ...]) -> int:
     grad, packed, sizes = args[0], args[1], args[4:7]
-    if grad.device.type == "cpu":
-        return 0
     return _backward((grad, packed, *sizes))
 
 
@@ -304,5 +299,4 @@ _TEMPORARIES: dict[str, Callable[[tuple[Any, ...]], int]] = {
     "halfbyte.lora_linear_backward_adapter.default": _lora_adapter,
     "halfbyte.lora_linear_backward_input.default": _lora_backward,
 }
-
-_IN_FEATURES = {"halfbyte.linear.default": 5, "halfbyte.lora_linear.default": 9}  # which argument it is
+"""What a call takes on CUDA and gives back."""

@@ -95,9 +95,45 @@ def _quantized_input_hostile(name: str) -> Callable[[str], Hostile]:
     return hostile
 
 
+def _memory_samples(device: str) -> Samples:
+    for tokens, rows, columns in ((0, 5, 65), (1, 5, 65), (40, 4, 64), (600, 192, 576)):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield tokens, rows, 0, 64, columns, dtype
+
+
+def _memory_hostile(device: str) -> Hostile:
+    yield (-1, 4, 0, 64, 64, torch.float32), ValueError, "tokens must be from 0 to 2\\^30, got -1"
+    yield (1, _HUGE, 0, 64, 64, torch.float32), ValueError, "rows must be from 0 to"
+    yield (1, 4, 0, 64, 0, torch.float32), ValueError, "in_features must be from 1 to"
+    yield (1, 4, 99, 64, 64, torch.float32), ValueError, "format must be an id"
+    yield (1, 4, 0, 64, 64, torch.int8), ValueError, "dtype must be float32"
+
+
+def _backward_memory_samples(device: str) -> Samples:
+    for rank in (0, 16):
+        yield from ((*sizes[:2], rank, *sizes[2:]) for sizes in _memory_samples(device))
+
+
+def _backward_memory_hostile(device: str) -> Hostile:
+    yield from (((*sizes[:2], 0, *sizes[2:]), error, text) for sizes, error, text in _memory_hostile(device))
+    yield (1, 4, -8, 0, 64, 64, torch.float32), ValueError, "rank must be from 0 to"
+
+
+def _int8_memory_samples(device: str) -> Samples:
+    yield from ((tokens, 192, 576) for tokens in (0, 1, 12, 40, 600))
+
+
+def _int8_memory_hostile(device: str) -> Hostile:
+    yield (-1, 192, 576), ValueError, "tokens must be from 0 to"
+    yield (1, 192, _HUGE), ValueError, "in_features must be from 0 to"
+
+
 SPECS = {
     "linear": OpSpec(_linear_samples, _linear_hostile, differentiable=True),
     "linear_backward_input": OpSpec(_backward_samples, _backward_hostile, differentiable=True),
     "int8_linear": OpSpec(_quantized_input_samples("int8"), _quantized_input_hostile("int8"), differentiable=True),
     "fp8_linear": OpSpec(_quantized_input_samples("fp8"), _quantized_input_hostile("fp8"), differentiable=True),
+    "linear_memory": OpSpec(_memory_samples, _memory_hostile),
+    "linear_backward_memory": OpSpec(_backward_memory_samples, _backward_memory_hostile),
+    "int8_linear_memory": OpSpec(_int8_memory_samples, _int8_memory_hostile),
 }

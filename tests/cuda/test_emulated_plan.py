@@ -1,4 +1,4 @@
-"""What plans say of the products on CUDA (halfbyte/memory/kernels.py) against the rules of csrc/cuda/linear_route.h."""
+"""What plans say of the products on CUDA (halfbyte/memory/cuda_kernels.py) against the rules of csrc/cuda/linear_route.h."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from halfbyte.memory import kernels
+from halfbyte.memory import cuda_kernels as kernels
 
 from .conftest import route_of
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import halfbyte
 from halfbyte.formats import Format
-from halfbyte.memory import kernels
+from halfbyte.memory import cuda_kernels
 from halfbyte.memory.tracker import _TEMPORARIES, StorageTracker
 
 K, N = 256, 512
@@ -17,7 +16,7 @@ K, N = 256, 512
 
 @pytest.fixture(autouse=True)
 def _h200(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_device", lambda: (132, (9, 0)))
+    monkeypatch.setattr(cuda_kernels, "_device", lambda: (132, (9, 0)))
 
 
 def tensors(tokens: int, columns: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -75,47 +74,11 @@ def test_copies_of_an_adapters_operands_on_cuda() -> None:
     assert adapter((grad, input, projected.bfloat16(), None, None, 1.0, [], True, True)) == 0
 
 
-def test_on_the_cpu_activations_are_put_in_order_512_tokens_at_a_time() -> None:
-    packed = torch.empty(N, 144, dtype=torch.uint8)
-    for tokens in (3, 512, 2000):
-        input = torch.empty(tokens, K)
-        assert _TEMPORARIES["halfbyte.linear.default"]((input, packed, None, 0, 64, K)) == min(tokens, 512) * K * 4
-        assert _TEMPORARIES["halfbyte.linear_backward_input.default"]((torch.empty(tokens, N), packed, 0, 64, K)) == 0
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("rows", "columns"), [(128, 128), (192, 64), (64, 128)])
-def test_what_small_layers_leave_with_a_thread_of_a_cpu(rows: int, columns: int, dtype: torch.dtype) -> None:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        layer = nn.Sequential(nn.Linear(columns, rows, bias=False))
-        halfbyte.quantize_model(layer, "nf4")
-        torch.ops.halfbyte.clear_workspace()
-        layer(torch.zeros(1024, columns, dtype=dtype, requires_grad=True)).sum().backward()
-        kept = torch.ops.halfbyte.workspace_bytes()
-    finally:
-        torch.set_num_threads(threads)
-    planned = kernels.kept_bytes(rows, columns, dtype)
-    assert kept <= 1.02 * planned < 2 * kept
-    assert dtype != torch.float32 or planned < kernels.WORKSPACE_PER_THREAD
-
-
-@pytest.mark.parametrize(("isa", "small"), [("avx2", False), ("avx512_vnni", False), ("avx512", True), ("amx", True)])
-def test_where_inputs_are_widened_all_layers_leave_the_same(
-    monkeypatch: pytest.MonkeyPatch, isa: str, small: bool
-) -> None:
-    monkeypatch.setattr(kernels, "cpu_isa", lambda: isa)
-    assert (kernels.kept_bytes(128, 128, torch.bfloat16) == 4 * (128 * 128 + 512 * 144)) == small
-    for rows, dtype in ((128, torch.float16), (4096, torch.float32), (4096, torch.bfloat16)):
-        assert kernels.kept_bytes(rows, 128, dtype) == kernels.WORKSPACE_PER_THREAD
-
-
 def test_sums_of_splits_of_a_large_weight() -> None:
     """The temporary of linear at 128 tokens and 4096 x 14336, by its formula: splits * 128 * 4096 * 4."""
     packed = torch.empty(4096, Format.parse("nf4").row_bytes(14336), dtype=torch.uint8, device="meta")
     input = torch.empty(128, 14336, dtype=torch.bfloat16, device="meta")
-    splits = kernels.wgmma_splits(4096, 14336, 132)
+    splits = cuda_kernels.wgmma_splits(4096, 14336, 132)
     assert splits == 4
     assert _TEMPORARIES["halfbyte.linear.default"]((input, packed, None, 0, 64, 14336)) == splits * 128 * 4096 * 4
 

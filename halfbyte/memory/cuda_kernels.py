@@ -1,5 +1,4 @@
 """What the products with packed rows take on CUDA during a call: the rules of csrc/cuda/linear_route.h, without its kernels.
-And what a thread keeps of them between calls on CPUs, about.
 
 A plan needs neither a GPU nor the CUDA library. `tests/cuda/test_emulated_plan.py` compares its rules with the C++.
 """
@@ -10,15 +9,7 @@ import functools
 
 import torch
 
-from halfbyte._library import cpu_isa
-
-__all__ = ["backward_bytes", "kept_bytes", "linear_bytes"]
-
-WORKSPACE_PER_THREAD = 1300 << 10
-"""About what a thread of a CPU keeps: panels, sums and what it prepares for itself. Fewer with few tokens, which need no
-more than the forward's panel and sums; wide bf16 layers take up to 2 MiB more."""
-
-_BLOCK_TOKENS, _BLOCK_TOKENS_AMX_FLOAT32 = 512, 1024  # kMostTokens of csrc/cpu
+__all__ = ["backward_bytes", "linear_bytes"]
 
 _SMALL_M, _TILED_M, _BACKWARD_M = 16, 128, 32
 # Where the device has wgmma: the tiled kernel's largest M, and the wgmma kernels'.
@@ -52,18 +43,6 @@ def backward_bytes(tokens: int, rows: int, columns: int, format: int, dtype: tor
         resident = 2 if tokens <= _SMALL_M else 1
         return _sums(backward_splits(rows, columns, multiprocessors, resident), tokens, columns)
     return rows * columns * dtype.itemsize
-
-
-def kept_bytes(rows: int, columns: int, dtype: torch.dtype) -> int:
-    """About what a thread of a CPU keeps of the products of a layer (rows, columns) with inputs of a dtype.
-
-    Where the weights of many tokens are turned, small layers leave less than others: no panel is larger than the layer, and
-    the sums beside it are those of a block of tokens. (Fewer tokens, from 5 on, meet panels of a fixed size: 972 KiB then.)
-    """
-    if dtype == torch.float32 or (dtype == torch.bfloat16 and cpu_isa() in ("avx512", "amx")):  # multiplied as they lie
-        block = _BLOCK_TOKENS_AMX_FLOAT32 if dtype == torch.float32 and cpu_isa() == "amx" else _BLOCK_TOKENS
-        return min(WORKSPACE_PER_THREAD, 4 * (rows * columns + block * (max(rows, columns) + 16)))
-    return WORKSPACE_PER_THREAD
 
 
 def small_splits(rows: int, columns: int, multiprocessors: int) -> int:
