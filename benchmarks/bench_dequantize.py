@@ -4,14 +4,15 @@
     HALFBYTE_CPU_ISA=avx2 python benchmarks/bench_dequantize.py
 
 Two kinds of rows: "fresh memory" is what a call costs by default, page faults of the new tensor included; the others
-reuse memory (harness.reuse_memory) and so show the kernels. Inputs rotate past the last-level cache.
+reuse memory (timing.reuse_memory) and so show the kernels. Inputs rotate past the last-level cache.
 """
 
 from __future__ import annotations
 
 import harness
+import timing
 import torch
-from harness import Case, Rotated
+from timing import Case, Rotated
 from torch import Tensor
 
 from halfbyte import reference
@@ -57,8 +58,8 @@ def dequantize(report: harness.Report, format: str, dtype_name: str, N: int, K: 
         return
     f, dtype = Format.parse(format), DTYPES[dtype_name]
     moved = N * f.row_bytes(K) + N * K * dtype.itemsize
-    dense = harness.rotate(lambda i: torch.randn(N, K).to(dtype), N * K * dtype.itemsize)
-    packed = harness.rotate(lambda i: ops.quantize(dense[i], f.id, f.block_size), min(N * f.row_bytes(K), 8 << 20))
+    dense = timing.rotate(lambda i: torch.randn(N, K).to(dtype), N * K * dtype.itemsize)
+    packed = timing.rotate(lambda i: ops.quantize(dense[i], f.id, f.block_size), min(N * f.row_bytes(K), 8 << 20))
 
     def run(i: int) -> Tensor:
         return ops.dequantize(packed[i], f.id, f.block_size, K, dtype)
@@ -134,7 +135,7 @@ def embedding(report: harness.Report, format: str, V: int, K: int, count: int) -
 def main() -> None:
     report = harness.Report("dequantize", harness.arguments(__doc__))
     dequantize(report, "nf4", "bf16", 4096, 4096, ", fresh memory")
-    harness.reuse_memory()
+    timing.reuse_memory()
     for format in ("nf4", "nf4:32", "nf4-dq", "fp4", "int8", "fp8"):
         dequantize(report, format, "bf16", 4096, 4096)
     dequantize(report, "nf4", "fp16", 4096, 4096)

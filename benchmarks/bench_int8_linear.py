@@ -16,9 +16,10 @@ import warnings
 from collections.abc import Iterable
 
 import harness
+import timing
 import torch
 import torch.nn.functional as F
-from harness import Case, Rotated
+from timing import Case, Rotated
 
 from halfbyte import ops
 from halfbyte import reference_products as reference
@@ -37,7 +38,7 @@ def bitsandbytes_case(weights: Rotated[torch.Tensor], x: torch.Tensor, flops: in
     except ImportError:
         return {}
     size = weights[0].numel()
-    quantized = harness.rotate(lambda i: BF.int8_vectorwise_quant(weights[i].half()), size)
+    quantized = timing.rotate(lambda i: BF.int8_vectorwise_quant(weights[i].half()), size)
 
     def run(i: int) -> torch.Tensor:
         codes, scales, _ = quantized[i]
@@ -55,8 +56,8 @@ def int_mm_saturates(M: int, K: int) -> bool:
 
 def compare(report: harness.Report, title: str, M: int, name: str, source: Rotated[torch.Tensor]) -> None:
     dtype, (N, K) = DTYPES[name], source[0].shape
-    weights = harness.rotate(lambda i: source[i].to(dtype), dtype.itemsize * N * K)
-    packed = harness.rotate(lambda i: ops.quantize(source[i], "int8"), N * K)
+    weights = timing.rotate(lambda i: source[i].to(dtype), dtype.itemsize * N * K)
+    packed = timing.rotate(lambda i: ops.quantize(source[i], "int8"), N * K)
     x, flops, moved = torch.randn(M, K).to(dtype), 2 * M * N * K, N * packed[0].shape[1]
     codes = Rotated(p[:, :K].view(torch.int8).contiguous().t() for p in packed)
     q = ops.quantize(x, "int8")[:, :K].view(torch.int8).contiguous()
@@ -92,7 +93,7 @@ def main() -> None:
     torch.set_grad_enabled(False)
 
     def measure(rows: int, features: int, tokens: Iterable[int], size: str = "") -> None:
-        source = harness.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
+        source = timing.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
         for M in tokens:
             for name in DTYPES:
                 title = f"int8_linear {name} M={M}{size}"

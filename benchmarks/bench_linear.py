@@ -14,9 +14,10 @@ import warnings
 from typing import Any
 
 import harness
+import timing
 import torch
 import torch.nn.functional as F
-from harness import Case, Rotated
+from timing import Case, Rotated
 
 from halfbyte import ops
 from halfbyte.formats import Format
@@ -49,7 +50,7 @@ def bitsandbytes_cases(weights: Rotated[torch.Tensor], x: torch.Tensor, flops: i
     def quantized(i: int) -> tuple[torch.Tensor, Any]:
         return BF.quantize_4bit(weights[i], blocksize=BLOCK, quant_type="nf4")
 
-    packed = harness.rotate(quantized, weights[0].numel() // 2)
+    packed = timing.rotate(quantized, weights[0].numel() // 2)
 
     def inference(i: int) -> torch.Tensor:
         data, state = packed[i]
@@ -77,7 +78,7 @@ def compare(report: harness.Report, title: str, M: int, name: str, format_name: 
     N, K = source[0].shape
     x, grad, flops = torch.randn(M, K).to(dtype), torch.randn(M, N).to(dtype), 2 * M * N * K
     row_bytes = format.row_bytes(K)
-    packed = harness.rotate(lambda i: ops.quantize(source[i], format), N * row_bytes)
+    packed = timing.rotate(lambda i: ops.quantize(source[i], format), N * row_bytes)
 
     def forward(i: int) -> torch.Tensor:
         return ops.linear(x, packed[i], None, format, K)
@@ -113,10 +114,10 @@ def compare(report: harness.Report, title: str, M: int, name: str, format_name: 
 
 
 def dense_weights(rows: int, features: int) -> Dense:
-    fp32 = harness.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
+    fp32 = timing.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
 
     def as_dtype(dtype: torch.dtype) -> Rotated[torch.Tensor]:
-        return harness.rotate(lambda i: fp32[i].to(dtype), 2 * rows * features)
+        return timing.rotate(lambda i: fp32[i].to(dtype), 2 * rows * features)
 
     return {name: fp32 if name == "fp32" else as_dtype(dtype) for name, dtype in DTYPES.items()}
 

@@ -15,9 +15,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 import harness
+import timing
 import torch
 import torch.nn.functional as F
-from harness import Case, Rotated
+from timing import Case, Rotated
 from torch import Tensor
 
 from halfbyte.ops import linear, lora_linear, quantize
@@ -49,8 +50,8 @@ def dropout_kept(x: Tensor, p: float) -> Tensor:
 
 def compare(report: harness.Report, title: str, M: int, name: str, rank: int, source: Rotated[Tensor]) -> None:
     (dtype, adapter, p), (N, K) = KINDS[name], source[0].shape
-    dense = harness.rotate(lambda i: source[i].to(dtype), dtype.itemsize * N * K)
-    packed = harness.rotate(lambda i: quantize(source[i], "nf4"), N * K // 2)
+    dense = timing.rotate(lambda i: source[i].to(dtype), dtype.itemsize * N * K)
+    packed = timing.rotate(lambda i: quantize(source[i], "nf4"), N * K // 2)
     grad = torch.randn(M, N).to(dtype)
 
     def leaves(of: torch.dtype, low: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,7 +90,7 @@ def compare(report: harness.Report, title: str, M: int, name: str, rank: int, so
         import bitsandbytes as bnb
         from bitsandbytes.functional import quantize_4bit
 
-        theirs = harness.rotate(lambda i: quantize_4bit(dense[i], blocksize=64, quant_type="nf4"), N * K // 2)
+        theirs = timing.rotate(lambda i: quantize_4bit(dense[i], blocksize=64, quant_type="nf4"), N * K // 2)
 
         def base(t: Tensor, i: int) -> Tensor:
             data, state = theirs[i]
@@ -131,11 +132,11 @@ def main() -> None:
         tokens={"default": ",".join(map(str, TOKENS)), "help": "values of M"},
     )
     report = harness.Report("lora", args)
-    harness.reuse_memory()  # every case here makes tensors of 8 to 64 MiB; fresh pages would be half of what is timed
+    timing.reuse_memory()  # every case here makes tensors of 8 to 64 MiB; fresh pages would be half of what is timed
     torch.manual_seed(0)
 
     def measure(rows: int, features: int, tokens: Iterable[int], names: Iterable[str], size: str = "") -> None:
-        source = harness.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
+        source = timing.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
         for M in tokens:
             for name in names:
                 title = f"LoRA r={args.rank} nf4 {name} M={M}{size}, forward + backward"

@@ -16,7 +16,7 @@ from typing import Any
 
 import harness
 import torch
-from harness import Case
+from timing import Case
 from torch import nn
 
 import halfbyte.optim

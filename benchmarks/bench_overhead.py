@@ -20,7 +20,7 @@ from typing import Any
 import harness
 import torch
 import torch.nn.functional as F
-from harness import Case
+from timing import Case
 from torch import nn
 
 import halfbyte.optim

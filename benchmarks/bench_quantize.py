@@ -4,14 +4,15 @@
     HALFBYTE_CPU_ISA=avx2 python benchmarks/bench_quantize.py
 
 "fresh memory" is what a call costs by default, page faults of the new tensor included; the other rows reuse memory
-(harness.reuse_memory). Inputs rotate past the last-level cache.
+(timing.reuse_memory). Inputs rotate past the last-level cache.
 """
 
 from __future__ import annotations
 
 import harness
+import timing
 import torch
-from harness import Case, Rotated
+from timing import Case, Rotated
 from torch import Tensor
 
 from halfbyte import reference
@@ -45,7 +46,7 @@ def quantize(report: harness.Report, format: str, dtype_name: str, N: int, K: in
         return
     f, dtype = Format.parse(format), DTYPES[dtype_name]
     moved = N * f.row_bytes(K) + N * K * dtype.itemsize
-    dense = harness.rotate(lambda i: torch.randn(N, K).to(dtype), N * K * dtype.itemsize)
+    dense = timing.rotate(lambda i: torch.randn(N, K).to(dtype), N * K * dtype.itemsize)
 
     def run(i: int) -> Tensor:
         return ops.quantize(dense[i], f.id, f.block_size)
@@ -99,7 +100,7 @@ def lists(report: harness.Report, format: str, shapes: list[tuple[int, int]], no
 def main() -> None:
     report = harness.Report("quantize", harness.arguments(__doc__))
     quantize(report, "nf4", "bf16", 4096, 4096, ", fresh memory")
-    harness.reuse_memory()
+    timing.reuse_memory()
     for format in ("nf4", "nf4:32", "nf4-dq", "fp4", "int8", "fp8"):
         quantize(report, format, "bf16", 4096, 4096)
     quantize(report, "nf4", "fp16", 4096, 4096)

@@ -1,9 +1,9 @@
-"""benchmarks/harness.py: the order of turns, what of them is timed, and what a case is called with."""
+"""benchmarks/harness.py, timing.py, floors.py: the order of turns, what of them is timed, what a case is called with."""
 
 from __future__ import annotations
 
 import ctypes
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -16,22 +16,35 @@ import torch
 ROOT = Path(__file__).parents[2]
 
 
+def benchmark_module(name: str) -> ModuleType:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
+
+
 @pytest.fixture(scope="module")
 def harness() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("harness", ROOT / "benchmarks" / "harness.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["harness"] = module
-    spec.loader.exec_module(module)
-    return module
+    return benchmark_module("harness")
 
 
-def test_turns(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(scope="module")
+def timing() -> ModuleType:
+    return benchmark_module("timing")
+
+
+@pytest.fixture(scope="module")
+def floors() -> ModuleType:
+    return benchmark_module("floors")
+
+
+def test_turns(timing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """A B B A in turns: one call that is not timed, then 5, or what fits 50 ms; the number of the call never repeats."""
     calls: list[tuple[str, int]] = [("", 0)]
     now = 0.0
     clock = SimpleNamespace(perf_counter=lambda: now, thread_time=lambda: now, sleep=lambda seconds: None)
-    monkeypatch.setattr(harness, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
 
     def quick(i: int) -> None:
         nonlocal now
@@ -43,8 +56,8 @@ def test_turns(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
         now += 0.0625
         calls.append(("slow", i))
 
-    cases = {"quick": harness.Case(quick), "slow": harness.Case(slow, times=4)}
-    timings = harness.interleave(cases, rounds=4, seconds=60)
+    cases = {"quick": timing.Case(quick), "slow": timing.Case(slow, times=4)}
+    timings = timing.interleave(cases, rounds=4, seconds=60)
     once = ["quick", "slow"]
     turns = {"quick": ["quick"] * 6, "slow": ["slow"] * 2}
     order = once + (turns["quick"] + turns["slow"] + turns["slow"] + turns["quick"]) * 2
@@ -57,25 +70,25 @@ def test_turns(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     assert timings["slow"].best == pytest.approx(0.0625 / 4)  # of one of the 4 times that a call does the work
 
 
-def test_seconds_end_a_comparison_after_three_rounds(harness: ModuleType) -> None:
+def test_seconds_end_a_comparison_after_three_rounds(timing: ModuleType) -> None:
     calls: list[int] = []
-    timings = harness.interleave({"only": harness.Case(calls.append)}, rounds=1000, seconds=0.0)
-    assert timings["only"].samples == 3 * harness.TURN_CALLS
-    assert calls == list(range(1 + 3 * (1 + harness.TURN_CALLS)))
+    timings = timing.interleave({"only": timing.Case(calls.append)}, rounds=1000, seconds=0.0)
+    assert timings["only"].samples == 3 * timing.TURN_CALLS
+    assert calls == list(range(1 + 3 * (1 + timing.TURN_CALLS)))
 
 
-def test_turns_in_which_a_host_took_time_are_not_quiet(harness: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_turns_in_which_a_host_took_time_are_not_quiet(timing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = iter([10, 10, 11, 13, 13, 13])  # before and after each of three turns: the second one lost time
-    monkeypatch.setattr(harness, "_stolen", lambda: next(ticks))
-    monkeypatch.setattr(harness, "_runnable", lambda: 1)
-    timings = harness.interleave({"only": harness.Case(lambda i: None)}, rounds=3)
-    assert timings["only"].samples == 3 * harness.TURN_CALLS
-    assert timings["only"].quiet == 2 * harness.TURN_CALLS
+    monkeypatch.setattr(timing, "_stolen", lambda: next(ticks))
+    monkeypatch.setattr(timing, "_runnable", lambda: 1)
+    timings = timing.interleave({"only": timing.Case(lambda i: None)}, rounds=3)
+    assert timings["only"].samples == 3 * timing.TURN_CALLS
+    assert timings["only"].quiet == 2 * timing.TURN_CALLS
 
 
-def test_the_write_floor_writes_what_outputs_are_like(harness: ModuleType) -> None:
+def test_the_write_floor_writes_what_outputs_are_like(timing: ModuleType, floors: ModuleType) -> None:
     """Every line another, and hardly a zero: some CPUs write lines of zeros several times as fast."""
-    library, target = harness._Floors.library(), harness.aligned(1 << 14, torch.uint8).zero_()
+    library, target = floors.library(), timing.aligned(1 << 14, torch.uint8).zero_()
     library.floor_write(ctypes.c_void_p(target.data_ptr()), ctypes.c_int64(1 << 14), ctypes.c_int(1))
     lines = target.view(-1, 64)
     assert len(lines.unique(dim=0)) == len(lines)
@@ -84,22 +97,26 @@ def test_the_write_floor_writes_what_outputs_are_like(harness: ModuleType) -> No
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_no_matrix_product_is_faster_than_the_products_floor(harness: ModuleType, dtype: str) -> None:
+def test_no_matrix_product_is_faster_than_the_products_floor(timing: ModuleType, floors: ModuleType, dtype: str) -> None:
     """Sums that a compiler keeps in memory would halve the floor's rate, and flatter every kernel."""
     dense = torch.randn(512, 512, dtype={"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        floor = harness._Floors.case(f"{dtype} products", 512**3)
-        cases = {"product": harness.Case(lambda _: dense @ dense), "floor": floor}
-        timings = harness.interleave(cases, rounds=12)
+        floor = floors.floor(f"{dtype} products", 512**3)
+        cases = {"product": timing.Case(lambda _: dense @ dense), "floor": floor}
+        timings = timing.interleave(cases, rounds=12)
     finally:
         torch.set_num_threads(threads)
     assert timings["floor"].best < 1.1 * timings["product"].best
 
 
 def test_a_part_does_not_take_the_place_of_a_whole_run(
-    harness: ModuleType, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    harness: ModuleType,
+    timing: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`--only` without `--json` prints; with it, or without `--only`, results are written; nothing measured is an error."""
     monkeypatch.setattr(harness, "ROOT", tmp_path)
@@ -109,7 +126,7 @@ def test_a_part_does_not_take_the_place_of_a_whole_run(
     def measured(*argv: str) -> Path | None:
         report = harness.Report(name, harness.arguments("", [*argv, "--rounds", "3"]))
         for title in ("nf4 M=1", "int8 M=1"):
-            report.compare(title, {"halfbyte": harness.Case(lambda i: None)}, verify=lambda: None)
+            report.compare(title, {"halfbyte": timing.Case(lambda i: None)}, verify=lambda: None)
         saved = report.save()
         assert saved is None or isinstance(saved, Path)
         return saved
