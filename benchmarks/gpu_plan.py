@@ -236,7 +236,11 @@ def check_plan(case: Case, device: torch.device, tiny: bool) -> dict[str, Any]:
         batch=partial(make_batch, device, case.mixture),
     )
     with one_rank(case, device):
-        took = peak_on_gpu(case, device) if device.type == "cuda" else measured_peak(partial(build, case, device, tiny))
+        if device.type == "cuda":
+            took = peak_on_gpu(case, device)
+        else:  # what gloo's threads release is found late: the least of some runs
+            runs = 1 if case.strategy == "single" else 3
+            took = min(measured_peak(partial(build, case, device, tiny)) for _ in range(runs))
     return {"planned": plan.peak_bytes, "measured": took, "error": plan.peak_bytes / took - 1}
 
 
