@@ -97,8 +97,7 @@ void by_steps(int64_t row_begin, int64_t row_end, int64_t step, const Body& body
 }
 
 // Few tokens, straight from the packed rows.
-void int8_direct(const Int8Product& p) {
-  constexpr int64_t kPassRows = 16;
+void multiply_rows(const Int8Product& p) {
   const CallScratch scratch(p.x, direct_tokens_bytes(p.tokens, p.layout));
   const DirectTokens direct = p.last_tokens(p.tokens, scratch.data());
   parallel_rows(p.rows, row_grain(p.layout.in_features), [&](int64_t begin, int64_t end) {
@@ -108,7 +107,7 @@ void int8_direct(const Int8Product& p) {
 }
 
 // Whole vectors of tokens through panels, and the rest beside them.
-void int8_tiled(const Int8Product& p, const Int8Split& split) {
+void multiply_panels(const Int8Product& p, const Int8Split& split) {
   const Int8LinearKernels& table = kernels().int8_linear;
   const int64_t lanes = kernels().linear.lanes, whole = split.whole;
   std::optional<Tensor> memory;
@@ -150,8 +149,8 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
   const Int8Product product{x, tokens, weight.const_data_ptr<uint8_t>(), N, layout, dtype,
                             {output.mutable_data_ptr(), added ? added->const_data_ptr() : nullptr, N, dtype}};
   const Int8Split split(tokens);
-  if (split.whole == 0) int8_direct(product);
-  else int8_tiled(product, split);
+  if (split.whole == 0) multiply_rows(product);
+  else multiply_panels(product, split);
   return output;
 }
 

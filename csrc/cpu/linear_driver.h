@@ -243,9 +243,11 @@ class CallScratch {
   std::optional<Tensor> fresh_;
 };
 
+// Rows that all of few tokens take, kPassTokens at a time, before the next ones: their codes come from memory once.
+constexpr int64_t kPassRows = 16;
+
 // Few tokens, each row decoded in registers.
 inline void forward_direct(const Forward& f) {
-  constexpr int64_t kPassRows = 16;  // rows that all tokens take before the next ones: their codes come from memory once
   const LinearKernels& table = kernels().linear;
   const int64_t K = f.layout.in_features, token_bytes = f.token_bytes();
   const CallScratch scratch(f.x, f.tokens * token_bytes);
