@@ -1,6 +1,6 @@
 // Front of int8_linear on the CPU: quantize the activations by the int8 rule, then integer kernels on both sides' codes.
 #include "int8_linear_kernels.h"
-#include "linear_driver.h"
+#include "product_driver.h"
 
 namespace halfbyte::cpu {
 namespace {

@@ -1,6 +1,7 @@
 // Fronts of linear and linear_backward_input on the CPU: check, allocate, and let linear_driver.h and linear_backward_driver.h run the
 // kernels.
 #include "linear_backward_driver.h"
+#include "linear_driver.h"
 
 namespace halfbyte::cpu {
 namespace {

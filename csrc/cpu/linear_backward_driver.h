@@ -1,7 +1,7 @@
 // What the fronts of linear's and lora_linear's backward share.
 #pragma once
 
-#include "linear_driver.h"
+#include "columns_driver.h"
 
 namespace halfbyte::cpu {
 

@@ -4,6 +4,7 @@
 #include <functional>
 
 #include "linear_backward_driver.h"
+#include "linear_driver.h"
 #include "lora_adapter.h"
 #include "thin_driver.h"
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../dropout.h"
-#include "linear_driver.h"
+#include "product_driver.h"
 
 namespace halfbyte::cpu {
 
