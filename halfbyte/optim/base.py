@@ -393,17 +393,20 @@ class Optimizer8bit(Optimizer):
                 original.copy_(p)
 
     def _run_dense(self, group: Group, work: Work) -> None:
-        """float32 copies of 16-bit parameters (small ones: biases, norms) go through torch's own fused step."""
-        narrow = [i for i, p in enumerate(work.params) if p.dtype in (torch.bfloat16, torch.float16)]
-        originals = [work.params[i] for i in narrow]
-        for i in narrow:
-            work.params[i] = work.params[i].float()
+        """Small parameters (biases, norms) go through torch's own fused steps.
+
+        Those want one dtype and read memory as it lies, whatever the strides: copies of the others are stepped.
+        """
+        narrow = (torch.bfloat16, torch.float16)
+        copied = [i for i, p in enumerate(work.params) if p.dtype in narrow or not p.is_contiguous()]
+        originals = [work.params[i] for i in copied]
+        for i, p in zip(copied, originals, strict=True):
+            work.params[i] = (p.float() if p.dtype in narrow else p).contiguous()
         for i, (p, grad) in enumerate(zip(work.params, work.grads, strict=True)):
-            if grad.dtype != p.dtype:
-                work.grads[i] = grad.to(p.dtype)
+            work.grads[i] = grad.to(p.dtype).contiguous()
         self.update_dense(group, work)
-        if narrow:
-            torch._foreach_copy_(originals, [work.params[i] for i in narrow])
+        if copied:
+            torch._foreach_copy_(originals, [work.params[i] for i in copied])
 
     # -- details
 

@@ -206,7 +206,7 @@ def _replace(
             optimizer.set_moment(param, state, moment, codes, scales)
         else:
             dense = decode_state(value[0], value[1], moment.signed) if isinstance(value, tuple) else value
-            dense = dense.to(torch.float64 if param.dtype == torch.float64 else torch.float32, copy=True)
+            dense = dense.to(torch.float64 if param.dtype == torch.float64 else torch.float32, copy=True).contiguous()
             state[moment.name] = like_param(param, dense, tuple(param.shape))
     optimizer.state[param] = state
 

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from torch.optim.sgd import sgd
 
 from halfbyte.ops.optimizer import sgd8bit_step_
 from halfbyte.optim import dense
@@ -122,18 +123,34 @@ class SGD8bit(Optimizer8bit):
     def update_dense(self, group: Group, work: Work) -> None:
         """One step of parameters with float32 state, or with none."""
         momentum, dampening = group["momentum"], group["dampening"]
-        directions = dense.gradients(work, group["maximize"])
+        has_buffers = self.moments[0].name in work.states[0]
         dense.count_step(work)
+        if has_buffers and dampening != 0:
+            self._step_dampened(group, work)
+            return
+        sgd(
+            work.params,
+            work.grads,
+            [*work.state("momentum_buffer")] if has_buffers else [None for _ in work.params],
+            fused=True,
+            grad_scale=work.grad_scale,
+            found_inf=work.found_inf,
+            weight_decay=group["weight_decay"],
+            momentum=momentum if has_buffers else 0.0,
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=has_buffers and group["nesterov"],
+            maximize=group["maximize"],
+        )
+
+    def _step_dampened(self, group: Group, work: Work) -> None:
+        # The first gradient is taken whole. torch's fused step has to be told which is the first, and that of all parameters
+        # at once: here each has a count of its own, on the device.
+        buffers = work.state("momentum_buffer")
+        takes = [torch.where(step <= 1, 1.0, 1.0 - group["dampening"]) for step in work.steps]
+        directions = dense.gradients(work, group["maximize"])
         if group["weight_decay"] != 0:
             directions = list(torch._foreach_add(directions, work.params, alpha=group["weight_decay"]))
-        if self.moments[0].name in work.states[0]:
-            buffers, taken = work.state("momentum_buffer"), directions
-            if dampening != 0:  # not at the first step, which is known on the device only
-                takes = [torch.where(step <= 1, 1.0, 1.0 - dampening) for step in work.steps]
-                taken = [g * take for g, take in zip(directions, takes, strict=True)]
-            updated = list(torch._foreach_add(torch._foreach_mul(buffers, momentum), taken))
-            directions = list(torch._foreach_add(directions, updated, alpha=momentum)) if group["nesterov"] else updated
-            values = dense.step_along(work.params, directions, group["lr"])
-            dense.commit(work, buffers + work.params, updated + values)
-        else:
-            dense.commit(work, work.params, dense.step_along(work.params, directions, group["lr"]))
+        taken = [g * take for g, take in zip(directions, takes, strict=True)]
+        updated = list(torch._foreach_add(torch._foreach_mul(buffers, group["momentum"]), taken))
+        dense.commit(work, buffers + work.params, updated + dense.step_along(work.params, updated, group["lr"]))

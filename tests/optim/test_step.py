@@ -153,6 +153,33 @@ def test_strided_parameters_are_updated_in_place(name: str) -> None:
 
 
 @EACH
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_small_parameters_and_gradients_of_any_strides(name: str, dtype: torch.dtype) -> None:
+    """torch's fused steps read memory as it lies: of an expanded gradient they would read what is behind it."""
+    orders = [torch.contiguous_format, torch.channels_last]
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(6, 4, 3, 3, generator=generator).to(dtype)
+    layouts = [(of_param, of_grad) for of_param in orders for of_grad in orders]
+    convolutions = [nn.Parameter(start.clone(memory_format=of_param)) for of_param, _ in layouts]
+    expanded, whole = nn.Parameter(start[:, :, 0, 0].clone()), nn.Parameter(start[:, :, 0, 0].clone())
+    optimizer = FAMILY[name]([*convolutions, expanded, whole])
+    for _ in range(3):
+        grad = torch.randn(start.shape, generator=generator).to(dtype)
+        for p, (_, of_grad) in zip(convolutions, layouts, strict=True):
+            p.grad = grad.clone(memory_format=of_grad)
+        expanded.grad = grad[:, :1, 0, 0].expand(6, 4)
+        whole.grad = expanded.grad.clone(memory_format=torch.contiguous_format)
+        optimizer.step()
+    for p, q in [*((p, convolutions[0]) for p in convolutions[1:]), (expanded, whole)]:
+        assert torch.equal(p, q)
+        assert optimizer.state[p].keys() == optimizer.state[q].keys()
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, optimizer.state[q][key]), key
+    assert not torch.equal(convolutions[0], start)
+    assert [p.is_contiguous() for p in convolutions] == [True, True, False, False]
+
+
+@EACH
 def test_grad_scaler_steps_and_skips_without_reading_the_flag(name: str) -> None:
     a, b = params(), params()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
