@@ -32,11 +32,24 @@ def count_step(work: Work) -> None:
         torch._foreach_sub_(work.steps, [work.found_inf] * len(work.steps))
 
 
-def decay(params: list[Tensor], lr: float | Tensor, weight_decay: float) -> list[Tensor]:
-    """Copies of the parameters after decoupled weight decay."""
-    return list(torch._foreach_mul(params, 1 - lr * weight_decay))
-
-
 def step_along(params: list[Tensor], directions: list[Tensor], lr: float | Tensor) -> list[Tensor]:
     """`params - lr * directions`, new tensors."""
     return list(torch._foreach_sub(params, torch._foreach_mul(directions, lr)))
+
+
+def by_dtype(tensors: list[Tensor]) -> list[list[int]]:
+    """Indices of the tensors of each dtype."""
+    found: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        found.setdefault(tensor.dtype, []).append(i)
+    return list(found.values())
+
+
+def in_one(tensors: list[Tensor]) -> Tensor:
+    """The elements of contiguous tensors of one dtype as a vector: hundreds of norms cost one call of each op."""
+    return torch.cat([t.view(-1) for t in tensors]) if len(tensors) > 1 else tensors[0].view(-1)
+
+
+def apart(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
+    """The parts of such a vector, in the tensors' shapes."""
+    return [part.view_as(t) for part, t in zip(vector.split([t.numel() for t in like]), like, strict=True)]

@@ -98,13 +98,17 @@ class Lion8bit(Optimizer8bit):
         )
 
     def update_dense(self, group: Group, work: Work) -> None:
-        """One step of parameters with float32 state."""
+        """One step of parameters with float32 state, all elements of a dtype together: torch has no fused Lion."""
         beta1, beta2 = group["betas"]
-        grads, averages = dense.gradients(work, group["maximize"]), work.state("exp_avg")
-        mixed = torch._foreach_lerp(averages, grads, 1 - beta1)
-        # 0 * mixed: NaN where the gradient is not finite, as in the 8-bit rule.
-        signs = torch._foreach_add(torch._foreach_sign(mixed), torch._foreach_mul(mixed, 0.0))
-        kept = dense.decay(work.params, group["lr"], group["weight_decay"])
-        values = dense.step_along(kept, list(signs), group["lr"])
+        all_grads, all_averages = dense.gradients(work, group["maximize"]), work.state("exp_avg")
         dense.count_step(work)
-        dense.commit(work, averages + work.params, [*torch._foreach_lerp(averages, grads, 1 - beta2), *values])
+        for members in dense.by_dtype(work.params):
+            params, averages = [work.params[i] for i in members], [all_averages[i] for i in members]
+            param, average = dense.in_one(params), dense.in_one(averages)
+            grad = dense.in_one([all_grads[i] for i in members])
+            mixed = torch.lerp(average, grad, 1 - beta1)
+            # 0 * mixed: NaN where the gradient is not finite, as in the 8-bit rule.
+            sign = torch.sign(mixed) + 0.0 * mixed
+            value = param * (1 - group["lr"] * group["weight_decay"]) - sign * group["lr"]
+            updated = torch.lerp(average, grad, 1 - beta2)
+            dense.commit(work, averages + params, [*dense.apart(updated, averages), *dense.apart(value, params)])

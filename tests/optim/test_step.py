@@ -180,6 +180,28 @@ def test_small_parameters_and_gradients_of_any_strides(name: str, dtype: torch.d
 
 
 @EACH
+def test_many_small_parameters_are_stepped_as_each_alone(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    of_dtype = {torch.float32: [(), (0, 4), (600,)], torch.bfloat16: [(7,), (3, 5)], torch.float64: [(3, 5)]}
+    kinds = [(shape, dtype) for _ in range(2) for dtype, shapes in of_dtype.items() for shape in shapes]
+    starts = [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in kinds]
+    together, alone = [nn.Parameter(t.clone()) for t in starts], [nn.Parameter(t.clone()) for t in starts]
+    optimizer, optimizers = FAMILY[name](together), [FAMILY[name]([p]) for p in alone]
+    for _ in range(3):
+        for p, q in zip(together, alone, strict=True):
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+            q.grad = p.grad.clone()
+        optimizer.step()
+        for other in optimizers:
+            other.step()
+    for p, q, other, start in zip(together, alone, optimizers, starts, strict=True):
+        assert torch.equal(p, q)
+        assert p.numel() == 0 or not torch.equal(p, start)
+        for key, value in optimizer.state[p].items():
+            assert torch.equal(value, other.state[q][key]), key
+
+
+@EACH
 def test_grad_scaler_steps_and_skips_without_reading_the_flag(name: str) -> None:
     a, b = params(), params()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
