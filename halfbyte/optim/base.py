@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.optim.optimizer import Optimizer, ParamsT
 
-from halfbyte.optim import backward, checkpoint, foreign
+from halfbyte.optim import backward, checkpoint, dense, foreign
 from halfbyte.optim.dynamic_map import row_blocks, zero_code
 from halfbyte.optim.offload import step_streamed, to_host
 from halfbyte.optim.owners import SecondOwners
@@ -242,7 +242,7 @@ class Optimizer8bit(Optimizer):
             params = [p for p, grad in zip(params, grads, strict=True) if grad is not None]
             grads = [p.grad for p in params]
         states = self._states(params)
-        if not all(states):
+        if not self._all_begun(group, states):
             self._init_states(group, params, states)
         for (quantized, device), members in self._alike(params, cast(list[Tensor], grads), states).items():
             work = self._gather(group, *members, device)
@@ -254,6 +254,10 @@ class Optimizer8bit(Optimizer):
             if work.found_inf is not None:  # an overflow is no step; decided on the device
                 for step in {id(step): step for step in work.steps}.values():
                     step.sub_(work.found_inf)
+
+    def _all_begun(self, group: Group, states: list[State]) -> bool:
+        """Whether the states hold what the group's rule needs."""
+        return all(states)
 
     def _states(self, params: list[Tensor]) -> list[State]:
         # Looking a tensor up calls Python (Tensor.__hash__). Often the states are those of these parameters, in their order.
@@ -289,7 +293,7 @@ class Optimizer8bit(Optimizer):
     def _init_states(self, group: Group, params: list[Tensor], states: list[State]) -> None:
         new_steps: dict[torch.device, Tensor] = {}
         for p, state in zip(params, states, strict=True):
-            if state:
+            if self._all_begun(group, [state]):
                 continue
             grad = cast(Tensor, p.grad)
             if grad.is_sparse or grad.layout is not torch.strided:
@@ -397,16 +401,22 @@ class Optimizer8bit(Optimizer):
 
         Those want one dtype and read memory as it lies, whatever the strides: copies of the others are stepped.
         """
-        narrow = (torch.bfloat16, torch.float16)
-        copied = [i for i, p in enumerate(work.params) if p.dtype in narrow or not p.is_contiguous()]
-        originals = [work.params[i] for i in copied]
-        for i, p in zip(copied, originals, strict=True):
-            work.params[i] = (p.float() if p.dtype in narrow else p).contiguous()
+        originals = list(work.params)
+        narrow = [i for i, p in enumerate(originals) if p.dtype in (torch.bfloat16, torch.float16)]
+        copied = [i for i, p in enumerate(originals) if not p.is_contiguous()]
+        for i in narrow:
+            work.params[i] = work.params[i].float()
+        for i in copied:
+            work.params[i] = work.params[i].contiguous()
         for i, (p, grad) in enumerate(zip(work.params, work.grads, strict=True)):
             work.grads[i] = grad.to(p.dtype).contiguous()
         self.update_dense(group, work)
-        if copied:
-            torch._foreach_copy_(originals, [work.params[i] for i in copied])
+        changed = sorted({*narrow, *copied})
+        if group["stochastic_rounding"] and narrow:
+            dense.round_stochastically(work, originals, narrow, group["seed"])
+            changed = [i for i in copied if i not in set(narrow)]
+        if changed:
+            torch._foreach_copy_([originals[i] for i in changed], [work.params[i] for i in changed])
 
     # -- details
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from halfbyte.ops.optimizer import sgd8bit_step_
+from halfbyte.optim.dynamic_map import row_blocks
 from halfbyte.optim.work import Work
 
 
@@ -53,3 +55,35 @@ def in_one(tensors: list[Tensor]) -> Tensor:
 def apart(vector: Tensor, like: list[Tensor]) -> list[Tensor]:
     """The parts of such a vector, in the tensors' shapes."""
     return [part.view_as(t) for part, t in zip(vector.split([t.numel() for t in like]), like, strict=True)]
+
+
+def round_stochastically(work: Work, params: list[Tensor], members: list[int], seed: int) -> None:
+    """Rounds float32 `work.params[i]` to 16-bit `params[i]`, i of `members`, up or down by the odds of the distance.
+
+    A step of SGD without momentum along what they differ by: the random numbers are those of the 8-bit steps.
+    """
+    members = [i for i in members if params[i].numel() > 0]
+    if not members:
+        return
+    rounded = [params[i].contiguous().view(1, -1) for i in members]
+    differences = torch._foreach_sub([p.float() for p in rounded], [work.params[i].view(1, -1) for i in members])
+    codes = [torch.zeros_like(p, dtype=torch.uint8) for p in rounded]
+    scales = [torch.zeros(1, row_blocks(p.shape)[2], device=p.device) for p in rounded]
+    steps, offsets = [work.steps[i] for i in members], [work.offsets[i] for i in members]
+    sgd8bit_step_(
+        rounded,
+        list(differences),
+        codes,
+        scales,
+        steps,
+        lr=1.0,
+        momentum=0.0,
+        dampening=0.0,
+        weight_decay=0.0,
+        nesterov=False,
+        element_offsets=offsets,
+        seed=seed,
+    )
+    for i, p in zip(members, rounded, strict=True):
+        if not params[i].is_contiguous():
+            params[i].copy_(p.view(params[i].shape))

@@ -13,7 +13,7 @@ from halfbyte.ops.optimizer import sgd8bit_step_
 from halfbyte.optim import dense
 from halfbyte.optim.base import Optimizer8bit
 from halfbyte.optim.checks import check_extras, check_nonnegative
-from halfbyte.optim.work import Group, Moment, Work
+from halfbyte.optim.work import Group, Moment, State, Work
 
 
 class SGD8bit(Optimizer8bit):
@@ -22,7 +22,7 @@ class SGD8bit(Optimizer8bit):
     .. math:: g \leftarrow g + \lambda p,\quad b \leftarrow \mu b + (1 - \tau) g\ (\text{first step: } b \leftarrow g),
               \quad p \leftarrow p - \gamma b\ (\text{nesterov: } p - \gamma (g + \mu b))
 
-    A group with momentum 0 has no buffer.
+    A group with momentum 0 has no buffer; where momentum begins later, so does the buffer, and without it it waits.
 
     Args:
         params: parameters or groups as for `torch.optim.SGD`; float32, bfloat16, float16, mixed at will.
@@ -33,7 +33,7 @@ class SGD8bit(Optimizer8bit):
         nesterov: uses the gradient plus momentum times the buffer.
         maximize: as in `AdamW8bit`, like every argument below.
         quantize_state: None, True or False.
-        stochastic_rounding: of 16-bit parameters with 8-bit state.
+        stochastic_rounding: of 16-bit parameters.
         seed: of the stochastic rounding.
         offload: keeps the state in host memory.
         fused_backward: steps during backward.
@@ -100,17 +100,24 @@ class SGD8bit(Optimizer8bit):
         """Without momentum there is no buffer."""
         return bool(group["momentum"] != 0)
 
+    def _all_begun(self, group: Group, states: list[State]) -> bool:
+        # Momentum may begin later, as in torch: a state without a buffer, which holds the count alone, begins anew.
+        return super()._all_begun(group, states) and not (self.has_state(group) and 1 in map(len, states))
+
     def update_quantized(self, group: Group, work: Work) -> None:
         """One op call on parameters with 8-bit state."""
+        codes, scales = work.state("momentum_buffer_codes"), work.state("momentum_buffer_scales")
+        if group["momentum"] == 0:  # as in torch, the buffer waits until there is momentum again
+            codes, scales = [torch.zeros_like(c) for c in codes], [torch.zeros_like(s) for s in scales]
         sgd8bit_step_(
             work.params,
             work.grads,
-            work.state("momentum_buffer_codes"),
-            work.state("momentum_buffer_scales"),
+            codes,
+            scales,
             work.steps,
             lr=group["lr"],
             momentum=group["momentum"],
-            dampening=group["dampening"],
+            dampening=group["dampening"] if group["momentum"] != 0 else 0.0,
             weight_decay=group["weight_decay"],
             nesterov=group["nesterov"],
             maximize=group["maximize"],
@@ -122,24 +129,23 @@ class SGD8bit(Optimizer8bit):
 
     def update_dense(self, group: Group, work: Work) -> None:
         """One step of parameters with float32 state, or with none."""
-        momentum, dampening = group["momentum"], group["dampening"]
-        has_buffers = self.moments[0].name in work.states[0]
+        buffered = self.has_state(group)
         dense.count_step(work)
-        if has_buffers and dampening != 0:
+        if buffered and group["dampening"] != 0:
             self._step_dampened(group, work)
             return
         sgd(
             work.params,
             work.grads,
-            [*work.state("momentum_buffer")] if has_buffers else [None for _ in work.params],
+            [*work.state("momentum_buffer")] if buffered else [None for _ in work.params],
             fused=True,
             grad_scale=work.grad_scale,
             found_inf=work.found_inf,
             weight_decay=group["weight_decay"],
-            momentum=momentum if has_buffers else 0.0,
+            momentum=group["momentum"],
             lr=group["lr"],
             dampening=0.0,
-            nesterov=has_buffers and group["nesterov"],
+            nesterov=buffered and group["nesterov"],
             maximize=group["maximize"],
         )
 

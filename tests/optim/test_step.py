@@ -299,6 +299,20 @@ def test_sgd_follows_torch(dampening: float, nesterov: bool) -> None:
     assert (a[0] - b[0]).norm() < 0.01 * (b[0] - start).norm()
 
 
+@pytest.mark.parametrize("momenta", [(0.0, 0.0, 0.9, 0.9), (0.9, 0.9, 0.0, 0.0, 0.9, 0.9)], ids=["begins later", "pauses"])
+def test_momentum_may_change(momenta: tuple[float, ...]) -> None:
+    a, b = params(), params()
+    ours, theirs = SGD8bit(a, lr=0.1, dampening=0.3, momentum=momenta[0]), torch.optim.SGD(b, lr=0.1, dampening=0.3)
+    for i, momentum in enumerate(momenta):
+        for optimizer, ps in ((ours, a), (theirs, b)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            set_grads(ps, i)
+            optimizer.step()
+    assert torch.allclose(a[1], b[1], rtol=1e-5, atol=1e-6)
+    start = params()[0]
+    assert (a[0] - b[0]).norm() < 0.01 * (b[0] - start).norm()
+
+
 def test_lion_follows_its_rule_in_float32() -> None:
     a = params()
     optimizer = Lion8bit(a, lr=1e-2, betas=(0.9, 0.99), weight_decay=0.1)

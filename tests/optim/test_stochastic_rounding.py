@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import nn
 
 from halfbyte import reference_optimizer as oracle
 from halfbyte.ops.optimizer import sgd8bit_step_
-from halfbyte.optim import AdamW8bit, SGD8bit
+from halfbyte.optim import Adam8bit, AdamW8bit, Lion8bit, SGD8bit
 
 HALF = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 
@@ -84,3 +86,47 @@ def test_parameters_do_not_share_their_random_numbers() -> None:
     optimizer.step()
     assert 0 < (a != 1).float().mean() < 1
     assert not torch.equal(a, b)
+
+
+@HALF
+@pytest.mark.parametrize("cls", [AdamW8bit, Adam8bit, Lion8bit, SGD8bit])
+def test_small_parameters_are_rounded_by_the_same_random_numbers(cls: Any, dtype: torch.dtype) -> None:
+    """Norms and biases, whose state is float32: their float32 step, rounded as the oracle rounds."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(300,), (0,), (6, 50), ()]
+    ps = [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in shapes]
+    ps.append(nn.Parameter(torch.randn(50, 6, generator=generator).to(dtype).t()))
+    wide = [nn.Parameter(p.detach().float()) for p in ps]
+    optimizer, exact = cls(ps, lr=1e-3, stochastic_rounding=True, seed=5), cls(wide, lr=1e-3)
+    up = down = 0
+    for step in (1, 2, 3):
+        before = [p.detach().clone() for p in ps]
+        for p, q in zip(ps, wide, strict=True):
+            q.data.copy_(p.detach())
+            p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            q.grad = p.grad.float()
+        optimizer.step()
+        exact.step()
+        offset = 0
+        for p, q in zip(ps, wide, strict=True):
+            name = "bfloat16" if dtype == torch.bfloat16 else "float16"
+            values = q.detach().flatten().tolist()
+            randoms = [oracle.random_bits(offset + i, step, 5) for i in range(len(values))]
+            expected = [oracle.round_stochastic(x, name, r) for x, r in zip(values, randoms, strict=True)]
+            assert p.detach().flatten().tolist() == expected
+            offset += p.numel()
+            up += int((p.detach().float() > q).sum())
+            down += int((p.detach().float() < q).sum())
+        assert any(not torch.equal(p, q) for p, q in zip(ps, before, strict=True))
+    assert 0.3 < up / (up + down) < 0.7
+
+
+def test_small_updates_of_a_norm_are_not_lost() -> None:
+    """A hundredth of the spacing of bfloat16 at 1: rounded to nearest, the weight would stay 1 for ever."""
+    lr = 2.0**-7 / 100
+    norm = nn.Parameter(torch.ones(2000, dtype=torch.bfloat16))
+    optimizer = SGD8bit([norm], lr=lr, stochastic_rounding=True)
+    for _ in range(200):
+        norm.grad = -torch.ones_like(norm)
+        optimizer.step()
+    assert abs((norm.double().mean() - 1) / (200 * lr) - 1) < 0.05
