@@ -397,26 +397,15 @@ class Optimizer8bit(Optimizer):
                 original.copy_(p)
 
     def _run_dense(self, group: Group, work: Work) -> None:
-        """Small parameters (biases, norms) go through torch's own fused steps.
+        """Small parameters (biases, norms) go through torch's own fused steps where it has one.
 
         Those want one dtype and read memory as it lies, whatever the strides: copies of the others are stepped.
         """
-        originals = list(work.params)
-        narrow = [i for i, p in enumerate(originals) if p.dtype in (torch.bfloat16, torch.float16)]
-        copied = [i for i, p in enumerate(originals) if not p.is_contiguous()]
-        for i in narrow:
-            work.params[i] = work.params[i].float()
-        for i in copied:
-            work.params[i] = work.params[i].contiguous()
-        for i, (p, grad) in enumerate(zip(work.params, work.grads, strict=True)):
-            work.grads[i] = grad.to(p.dtype).contiguous()
+        originals = work.params
+        work.params = [dense.steppable(p) for p in originals]
+        work.grads = [grad.to(p.dtype).contiguous() for p, grad in zip(work.params, work.grads, strict=True)]
         self.update_dense(group, work)
-        changed = sorted({*narrow, *copied})
-        if group["stochastic_rounding"] and narrow:
-            dense.round_stochastically(work, originals, narrow, group["seed"])
-            changed = [i for i in copied if i not in set(narrow)]
-        if changed:
-            torch._foreach_copy_([originals[i] for i in changed], [work.params[i] for i in changed])
+        dense.write_back(work, originals, group["seed"] if group["stochastic_rounding"] else None)
 
     # -- details
 

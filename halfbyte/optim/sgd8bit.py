@@ -22,7 +22,7 @@ class SGD8bit(Optimizer8bit):
     .. math:: g \leftarrow g + \lambda p,\quad b \leftarrow \mu b + (1 - \tau) g\ (\text{first step: } b \leftarrow g),
               \quad p \leftarrow p - \gamma b\ (\text{nesterov: } p - \gamma (g + \mu b))
 
-    A group with momentum 0 has no buffer; where momentum begins later, so does the buffer, and without it it waits.
+    A group with momentum 0 has no buffer. As in torch, it begins with the momentum, and stays as it is while that is 0.
 
     Args:
         params: parameters or groups as for `torch.optim.SGD`; float32, bfloat16, float16, mixed at will.
@@ -159,4 +159,5 @@ class SGD8bit(Optimizer8bit):
             directions = list(torch._foreach_add(directions, work.params, alpha=group["weight_decay"]))
         taken = [g * take for g, take in zip(directions, takes, strict=True)]
         updated = list(torch._foreach_add(torch._foreach_mul(buffers, group["momentum"]), taken))
-        dense.commit(work, buffers + work.params, updated + dense.step_along(work.params, updated, group["lr"]))
+        values = torch._foreach_sub(work.params, torch._foreach_mul(updated, group["lr"]))
+        dense.commit(work, buffers + work.params, [*updated, *values])
