@@ -148,7 +148,7 @@ Work int8_linear(int64_t tokens, int64_t rows) {
   if (tokens <= k.direct_tokens) {
     auto* sums = static_cast<int32_t*>(scratch(4 * tokens));
     k.prepare_direct(x, tokens, l, units, sums, factors);
-    return {[=, &k] { k.direct(packed, 0, rows, l, units, sums, factors, tokens, out); }, rows * K};
+    return {[=, &k] { k.direct(packed, 0, rows, l, units, sums, factors, tokens, {0, 1}, out); }, rows * K};
   }
   for (int64_t m = 0; m < tokens; m += table().linear.lanes) k.prepare_tiled(x + m * l.row_bytes, m, tokens, l, units, factors);
   void* panel = scratch(table().linear.scratch_bytes);

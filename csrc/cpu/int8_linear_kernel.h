@@ -39,22 +39,42 @@ void int8_prepare_direct(const uint8_t* rows, int64_t tokens, const RowLayout& l
   }
 }
 
-template <int R, int M>
-inline void int8_direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, const Int8Dot::Code* x, const int32_t* x_sums,
-                             const float* factors, const LinearOutput& output) {
+// What several passes over the same rows fetch to L2 meanwhile: as many rows behind them, each pass its part, so that memory waits for
+// none.
+template <int R>
+class NextBlock {
+ public:
+  NextBlock(const uint8_t* packed, int64_t row, int64_t row_begin, int64_t row_end, const RowLayout& l, const Pass& pass)
+      : next_(packed + (row_end * pass.count + pass.index * (row_end - row_begin) + row - row_begin) * l.row_bytes / pass.count),
+        end_(next_) {
+    const int64_t steps = pass.count * (l.in_features / Int8Dot::kStep);
+    share_ = steps == 0 ? 0 : (R * l.row_bytes + steps - 1) / steps;
+  }
+  // As NextRows': in every step.
+  [[gnu::always_inline]] void fetch(const uint8_t*) {
+    for (end_ += share_; next_ < end_; next_ += 64) prefetch_l2(next_);
+  }
+
+ private:
+  const uint8_t *next_, *end_;
+  int64_t share_;
+};
+
+template <int R, int M, class Next>
+inline void int8_direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, Next next, const Int8Dot::Code* x,
+                             const int32_t* x_sums, const float* factors, const LinearOutput& output) {
   const int64_t K = l.in_features, padded = round_up(K, Int8Dot::kStep), whole = K / Int8Dot::kStep * Int8Dot::kStep;
   const uint8_t* base = packed + row * l.row_bytes;
-  Int8Dot::Sum sum[R][M];
+  Int8Dot::Sum sum[M][R];
 #pragma GCC unroll 4
-  for (int r = 0; r < R; ++r)
+  for (int m = 0; m < M; ++m)
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) sum[r][m] = Int8Dot::zero();
+    for (int r = 0; r < R; ++r) sum[m][r] = Int8Dot::zero();
   const auto step = [&](int r, const uint8_t* codes, int64_t k) {
     const Int8Dot::Values w = Int8Dot::weights(codes);
 #pragma GCC unroll 4
-    for (int m = 0; m < M; ++m) sum[r][m] = Int8Dot::multiply_add(w, x + m * padded + k, sum[r][m]);
+    for (int m = 0; m < M; ++m) sum[m][r] = Int8Dot::multiply_add(w, x + m * padded + k, sum[m][r]);
   };
-  NextRows<R, (R * Int8Dot::kStep + 63) / 64> next(base, l.row_bytes, R * Int8Dot::kStep, M * K * int64_t(sizeof *x));
   for (int64_t k = 0; k < whole; k += Int8Dot::kStep) {
     next.fetch(base + k);
 #pragma GCC unroll 4
@@ -68,35 +88,44 @@ inline void int8_direct_rows(const uint8_t* packed, int64_t row, const RowLayout
       step(r, tail, whole);
     }
   }
+  float row_factors[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; ++r) row_factors[r] = int8_factor(base + r * l.row_bytes, l);
 #pragma GCC unroll 4
   for (int m = 0; m < M; ++m) {
+    int32_t totals[R];
     float result[R];
+    if constexpr (R == 4) Int8Dot::totals(sum[m], totals);
+    else totals[0] = Int8Dot::total(sum[m][0]);
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
-      result[r] = int8_result(Int8Dot::total(sum[r][m]), Int8Dot::kWeightOffset * uint32_t(x_sums[m]), factors[m],
-                              int8_factor(base + r * l.row_bytes, l));
+      result[r] = int8_result(totals[r], Int8Dot::kWeightOffset * uint32_t(x_sums[m]), factors[m], row_factors[r]);
     store_output<Int8Units>(output, m, row, result, R);
   }
 }
 
 template <int M>
 void int8_direct_tokens(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* codes,
-                        const int32_t* sums, const float* factors, const LinearOutput& output) {
-  constexpr int R = 4;
+                        const int32_t* sums, const float* factors, const Pass& pass, const LinearOutput& output) {
   const auto* x = static_cast<const Int8Dot::Code*>(codes);
   int64_t row = row_begin;
-  for (; row + R <= row_end; row += R) int8_direct_rows<R, M>(packed, row, l, x, sums, factors, output);
-  for (; row < row_end; ++row) int8_direct_rows<1, M>(packed, row, l, x, sums, factors, output);
+  const auto rows = [&]<int R>() {
+    for (; row + R <= row_end; row += R) {
+      const auto multiply = [&](auto next) { int8_direct_rows<R, M>(packed, row, l, next, x, sums, factors, output); };
+      if (pass.count == 1)
+        multiply(NextRows<R, (R * Int8Dot::kStep + 63) / 64>(packed + row * l.row_bytes, l.row_bytes, R * Int8Dot::kStep,
+                                                             M * l.in_features * int64_t(sizeof *x)));
+      else multiply(NextBlock<R>(packed, row, row_begin, row_end, l, pass));
+    }
+  };
+  rows.template operator()<4>();
+  rows.template operator()<1>();
 }
 
 void int8_direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& l, const void* codes,
-                 const int32_t* sums, const float* factors, int64_t tokens, const LinearOutput& output) {
-  switch (tokens) {
-    case 1: int8_direct_tokens<1>(packed, row_begin, row_end, l, codes, sums, factors, output); break;
-    case 2: int8_direct_tokens<2>(packed, row_begin, row_end, l, codes, sums, factors, output); break;
-    case 3: int8_direct_tokens<3>(packed, row_begin, row_end, l, codes, sums, factors, output); break;
-    default: int8_direct_tokens<4>(packed, row_begin, row_end, l, codes, sums, factors, output); break;
-  }
+                 const int32_t* sums, const float* factors, int64_t tokens, const Pass& pass, const LinearOutput& output) {
+  with_count<kPassTokens>(
+      tokens, [&]<int M>() { int8_direct_tokens<M>(packed, row_begin, row_end, l, codes, sums, factors, pass, output); });
 }
 
 // ---- tiled: linear's micro-kernel, weights broadcast unit by unit, tokens in vectors ----------------------------------

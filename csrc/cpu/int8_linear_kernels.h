@@ -12,6 +12,11 @@ namespace halfbyte::cpu {
 
 constexpr int64_t kMostDirectTokens = 16;  // of Int8LinearKernels' direct_tokens and rest_tokens
 
+// Which one a call of `direct` is of those that take the same rows for other tokens.
+struct Pass {
+  int64_t index, count;
+};
+
 struct Int8LinearKernels {
   int32_t unit_elements;     // codes of a 4-byte unit in tiles of activations
   int32_t block_rows;        // rows of one micro-kernel
@@ -28,9 +33,10 @@ struct Int8LinearKernels {
   // rows (tokens, row_bytes) -> codes (tokens, padded K), their sums and the factors absmax / 127, one per token.
   void (*prepare_direct)(const uint8_t* rows, int64_t tokens, const RowLayout& layout, void* codes, int32_t* sums, float* factors);
 
-  // output[:, row_begin:row_end] for 1 to kPassTokens tokens, straight from the packed rows.
+  // output[:, row_begin:row_end] for 1 to kPassTokens tokens, straight from the packed rows. The passes over the same rows fetch as
+  // many behind them.
   void (*direct)(const uint8_t* packed, int64_t row_begin, int64_t row_end, const RowLayout& layout, const void* codes,
-                 const int32_t* sums, const float* factors, int64_t tokens, const LinearOutput& output);
+                 const int32_t* sums, const float* factors, int64_t tokens, const Pass& pass, const LinearOutput& output);
 
   // rows of a vector of tokens, of `tokens` in all, from token `first`, a multiple of linear's `lanes`, on -> their units, transposed like
   // linear's prepare_tiled, and their factors. Reads up to 64 bytes past the rows.

@@ -22,6 +22,7 @@ struct Int8Dot {
     return sum;
   }
   static int32_t total(Sum sum) { return sum; }
+  static void totals(const Sum sums[4], int32_t out[4]) { memcpy(out, sums, 4 * sizeof *out); }
 };
 
 // linear's micro-kernel on units of one code as int32.

@@ -9,6 +9,7 @@ struct Int8Vectors {
   using Sum = Int32s;
   static Sum zero() { return Sum{}; }
   static int32_t total(Sum sum) { return sum_of_lanes(sum); }
+  static void totals(const Sum sums[4], int32_t out[4]) { sums_of_lanes(sums[0], sums[1], sums[2], sums[3], out); }
   static Sum load_sums(const float* p) {
     Sum v;
     memcpy(&v, p, sizeof v);

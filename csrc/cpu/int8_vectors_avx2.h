@@ -29,6 +29,11 @@ inline int32_t sum_of_lanes(Int32s v) {
   s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
   return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
 }
+inline void sums_of_lanes(Int32s a, Int32s b, Int32s c, Int32s d, int32_t sums[4]) {
+  const auto pairs = [](Int32s x, Int32s y) { return _mm256_hadd_epi32(reinterpret_cast<__m256i>(x), reinterpret_cast<__m256i>(y)); };
+  const __m256i s = _mm256_hadd_epi32(pairs(a, b), pairs(c, d));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), _mm_add_epi32(_mm256_castsi256_si128(s), _mm256_extracti128_si256(s, 1)));
+}
 
 // Codes as int16.
 inline Bytes widened(const void* codes) { return _mm256_cvtepi8_epi16(_mm_loadu_si128(static_cast<const __m128i*>(codes))); }

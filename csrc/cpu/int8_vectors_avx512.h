@@ -28,6 +28,19 @@ inline int32_t sum_of_lanes(Int32s v) {
   s = _mm_add_epi32(s, _mm_shuffle_epi32(s, 0x4E));
   return _mm_cvtsi128_si32(_mm_add_epi32(s, _mm_shuffle_epi32(s, 0xB1)));
 }
+inline void sums_of_lanes(Int32s a, Int32s b, Int32s c, Int32s d, int32_t sums[4]) {
+  const auto add = [](__m512i x, __m512i y) { return _mm512_add_epi32(x, y); };
+  const auto halves = [&](Int32s x, Int32s y) {
+    const auto v = reinterpret_cast<__m512i>(x), w = reinterpret_cast<__m512i>(y);
+    return add(_mm512_shuffle_i32x4(v, w, 0x44), _mm512_shuffle_i32x4(v, w, 0xEE));
+  };
+  const __m512i ab = halves(a, b), cd = halves(c, d);
+  __m512i s = add(_mm512_shuffle_i32x4(ab, cd, 0x88), _mm512_shuffle_i32x4(ab, cd, 0xDD));
+  s = add(s, _mm512_shuffle_epi32(s, _MM_PERM_BADC));
+  s = add(s, _mm512_shuffle_epi32(s, _MM_PERM_CDAB));
+  const __m512i firsts = _mm512_set_epi32(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 12, 8, 4, 0);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(sums), _mm512_castsi512_si128(_mm512_permutexvar_epi32(firsts, s)));
+}
 
 // Codes as int16.
 inline Bytes widened(const void* codes) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256(static_cast<const __m256i*>(codes))); }

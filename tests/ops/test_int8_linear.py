@@ -52,7 +52,7 @@ def test_the_largest_sums() -> None:
     K = 2**17
     x = torch.ones(6, K)
     x[1::2] = -1.0
-    packed = halfbyte.quantize(torch.ones(3, K) * torch.tensor([[1.0], [-1.0], [1.0]]), "int8")
+    packed = halfbyte.quantize(torch.ones(5, K) * torch.tensor([[1.0], [-1.0], [1.0], [-1.0], [1.0]]), "int8")  # 4 and 1
     for M in (1, 2, 6):
         assert torch.equal(int8_linear(x[:M], packed, None, K), reference.int8_linear(x[:M], packed, None, K))
     sums = 127 * 127 * K
