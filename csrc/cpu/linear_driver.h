@@ -89,6 +89,7 @@ inline void forward_direct(const Forward& f) {
     table.prepare_direct(at_row(f.x, m, K), f.dtype, std::min(f.tokens - m, kPassTokens), f.layout, f.compute, units + m * token_bytes);
   low.prepare(f);
   parallel_rows(f.rows, row_grain(K), [&](int64_t begin, int64_t end) {
+    constexpr int64_t kPassRows = 16;  // that all passes take before the next ones: their codes come from memory once
     const int64_t step = f.tokens <= kPassTokens ? end - begin : kPassRows;
     for (int64_t row = begin; row < end; row += step) {
       for (int64_t m = 0; m < f.tokens; m += kPassTokens) {

@@ -54,9 +54,6 @@ inline const T* address(const std::optional<T>& value) {
   return value ? &*value : nullptr;
 }
 
-// Rows that all of few tokens take, kPassTokens at a time, before the next ones: their codes come from memory once.
-constexpr int64_t kPassRows = 16;
-
 // Memory that all threads of a call share, if it fits the calling thread's own scratch there: an allocation less (1.5 us). For kernels
 // that take no scratch themselves.
 class CallScratch {
