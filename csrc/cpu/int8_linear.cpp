@@ -5,12 +5,6 @@
 namespace halfbyte::cpu {
 namespace {
 
-// body(begin, end) for [row_begin, row_end), `step` rows at a time.
-template <class Body>
-void by_steps(int64_t row_begin, int64_t row_end, int64_t step, const Body& body) {
-  for (int64_t row = row_begin; row < row_end; row += step) body(row, std::min(row + step, row_end));
-}
-
 // Tokens for `direct`, from their quantized rows: they take the same rows of the weight in turn, which come from memory once.
 class DirectTokens {
  public:
@@ -23,14 +17,13 @@ class DirectTokens {
     return round_up(layout.in_features, kernels().int8_linear.direct_step) * kernels().int8_linear.direct_bytes;
   }
   void multiply(const uint8_t* packed, int64_t row_begin, int64_t row_end, const LinearOutput& output) const {
-    // Of more passes all take some rows before the next ones: 8 where L1 has room for them and those that are fetched, but not for 16.
+    // 8 rows where L1 keeps those for the next pass, beside the tokens, and would not keep 16.
     constexpr int64_t kRoom = int64_t(14) << 10;
-    const int64_t rows = 16 * layout_.row_bytes > kRoom && 8 * layout_.row_bytes <= kRoom ? 8 : 16;
-    const int64_t passes = (tokens_ + kPassTokens - 1) / kPassTokens, step = passes == 1 ? row_end - row_begin : rows;
-    by_steps(row_begin, row_end, step, [&](int64_t row, int64_t end) {
-      for (int64_t p = 0, m = 0; p < passes; ++p, m += kPassTokens)
-        table_.direct(packed, row, end, layout_, codes_ + m * token_bytes(layout_), sums_ + m, factors_ + m,
-                      std::min(tokens_ - m, kPassTokens), {p, passes}, output.from(m, 0));
+    const int64_t block = 16 * layout_.row_bytes > kRoom && 8 * layout_.row_bytes <= kRoom ? 8 : 16;
+    const int64_t passes = (tokens_ + kPassTokens - 1) / kPassTokens;
+    by_passes(tokens_, row_begin, row_end, block, [&](int64_t m, int64_t tokens, int64_t row, int64_t end) {
+      table_.direct(packed, row, end, layout_, codes_ + m * token_bytes(layout_), sums_ + m, factors_ + m, tokens,
+                    {m / kPassTokens, passes}, output.from(m, 0));
     });
   }
 
@@ -101,6 +94,12 @@ struct Int8Product {
     return DirectTokens(rows, count, layout, rows + round_up(count * layout.row_bytes, 64));
   }
 };
+
+// body(begin, end) for [row_begin, row_end), `step` rows at a time.
+template <class Body>
+void by_steps(int64_t row_begin, int64_t row_end, int64_t step, const Body& body) {
+  for (int64_t row = row_begin; row < row_end; row += step) body(row, std::min(row + step, row_end));
+}
 
 // Few tokens, straight from the packed rows.
 void multiply_rows(const Int8Product& p) {

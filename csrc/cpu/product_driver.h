@@ -54,6 +54,15 @@ inline const T* address(const std::optional<T>& value) {
   return value ? &*value : nullptr;
 }
 
+// body(first token, tokens, begin, end) for few tokens, kPassTokens at a time, and [row_begin, row_end). Of more passes all take `block`
+// rows before the next ones: their codes come from memory once.
+template <class Body>
+void by_passes(int64_t tokens, int64_t row_begin, int64_t row_end, int64_t block, const Body& body) {
+  const int64_t step = tokens <= kPassTokens ? row_end - row_begin : block;
+  for (int64_t row = row_begin; row < row_end; row += step)
+    for (int64_t m = 0; m < tokens; m += kPassTokens) body(m, std::min(tokens - m, kPassTokens), row, std::min(row + step, row_end));
+}
+
 // Memory that all threads of a call share, if it fits the calling thread's own scratch there: an allocation less (1.5 us). For kernels
 // that take no scratch themselves.
 class CallScratch {
