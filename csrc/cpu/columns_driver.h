@@ -87,14 +87,13 @@ struct ColumnsProduct {
   int64_t block, groups;
   int64_t group_work;     // of a block and a group, as row_grain's work
   int64_t scratch_bytes;  // of a thread, beside units of its own
+  // Asked once, where the call begins: to a worker that it has just started, torch may say 1.
+  int64_t threads = torch::stable::get_num_threads();
 
   int64_t blocks() const { return (source.tokens + block - 1) / block; }
   int64_t own_bytes() const { return source.own_bytes(block) + (low ? low->own_bytes(block) : 0); }
   // Whether every thread has whole blocks, for which it waits for none, and prepares them itself.
-  bool alone() const {
-    const int64_t threads = torch::stable::get_num_threads();
-    return threads > 1 && blocks() % threads == 0 && own_blocks_fit(own_bytes(), scratch_bytes);
-  }
+  bool alone() const { return threads > 1 && blocks() % threads == 0 && own_blocks_fit(own_bytes(), scratch_bytes); }
   // What a thread leases.
   int64_t workspace() const { return scratch_bytes + (alone() ? own_bytes() : 0); }
   ProductMemory memory() const { return {workspace(), alone() ? 0 : source.own_bytes(source.tokens)}; }
@@ -106,7 +105,7 @@ inline void run_columns(const ColumnsProduct& p, const Multiply& multiply) {
   const TokenMatrix& source = p.source;
   const int64_t tokens = source.tokens, block = p.block, blocks = p.blocks(), groups = p.groups, grain = row_grain(p.group_work);
   if (p.alone()) {
-    const int64_t threads = torch::stable::get_num_threads();
+    const int64_t threads = p.threads;
     parallel_rows(threads, (grain * threads + groups * blocks - 1) / (groups * blocks), [&](int64_t first, int64_t last) {
       const WorkspaceLease own(p.workspace());
       char* const units = static_cast<char*>(own.data()) + p.scratch_bytes;

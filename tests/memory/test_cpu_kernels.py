@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +22,7 @@ from halfbyte.memory.tracker import StorageTracker
 from halfbyte.testing import random_packed
 
 OPS = torch.ops.halfbyte
+ROOT = Path(__file__).parents[2]
 TOKENS = (1, 3, 4, 7, 20, 64, 130, 513, 2000)
 SHAPES = ((192, 576), (64, 100), (1536, 576))
 RANK = 8
@@ -74,6 +80,49 @@ def test_threads_keep_what_is_planned_for_each(dtype: torch.dtype) -> None:
             OPS.clear_workspace()
             getattr(OPS, name)(*arguments)
             assert OPS.workspace_bytes() in (planned[0], 2 * planned[0]), (name, tokens)
+
+
+FIRST_CALLS = """
+import json
+import threading
+import torch
+from halfbyte.testing import random_packed
+from halfbyte.formats import Format
+from halfbyte.memory.cpu_kernels import cpu_memory
+
+OPS, format, taken = torch.ops.halfbyte, Format.parse("nf4"), []
+ROWS, COLUMNS = 96, 64
+
+def first_call(name, tokens, dtype):  # of a thread whose pool of workers is new
+    inputs = torch.randn(tokens, COLUMNS if name == "linear" else ROWS).to(dtype)
+    packed = random_packed(format, ROWS, COLUMNS)
+    arguments = inputs, packed, *[None] * (name == "linear"), format.id, format.block_size, COLUMNS
+    planned, _ = cpu_memory(f"halfbyte.{name}.default", arguments)
+    getattr(OPS, name)(*arguments)
+    taken.append((name, tokens, str(dtype), planned, OPS.workspace_bytes()))
+
+for name in ("linear", "linear_backward_input"):
+    for tokens in (64, 256, 512):
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            OPS.clear_workspace()
+            thread = threading.Thread(target=first_call, args=(name, tokens, dtype))
+            thread.start()
+            thread.join()
+print(json.dumps([torch.get_num_threads(), taken]))
+"""
+
+
+def test_first_calls_keep_what_is_planned_for_each_thread() -> None:
+    """Nobody has called torch.set_num_threads there: a new worker that asks torch for the number of threads is told 1."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "2", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", FIRST_CALLS]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]
+    threads, taken = json.loads(done.stdout.splitlines()[-1])
+    assert threads == 2
+    assert len(taken) == 18
+    for name, tokens, dtype, planned, kept in taken:
+        assert kept in (planned, 2 * planned), (name, tokens, dtype)
 
 
 @pytest.mark.usefixtures("one_thread")
