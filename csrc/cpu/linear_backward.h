@@ -22,8 +22,8 @@ constexpr ColumnShape call_shape(int64_t tokens, int64_t rows, int64_t groups, i
   return shape;
 }
 
-// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, place) puts vector i of `groups` groups of row n to
-// place(i); one row after the other, as they lie in memory: of two at once the CPU would not see what comes next. Not inline: it needs all
+// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, place) puts vector i of each of `groups` groups g of row n to
+// place(g, i); one row after the other, as they lie in memory: of two at once the CPU would not see what comes next. Not inline: it needs all
 // registers.
 template <class Product, class Row>
 [[gnu::noinline]] void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t groups, const ColumnShape& shape, float* panel,
@@ -36,14 +36,16 @@ template <class Product, class Row>
   static_assert(kElements == 2 || kUnitMultiple<Product> == 1);  // each unit a row that there is
   const int64_t run_floats = kRun * shape.padded_units();
   for (int64_t u = 0; u < units; ++u, panel += kRun) {
-    const auto place = [&](int64_t i) __attribute__((always_inline)) { return panel + i * kLanes / kRun * run_floats + i * kLanes % kRun; };
+    const auto place = [&](int64_t g, int i) __attribute__((always_inline)) {
+      return panel + g * (kGroup / kRun * run_floats) + i * kLanes / kRun * run_floats + i * kLanes % kRun;
+    };
     if constexpr (kElements == 1) {
       row(n0 + u, place);
     } else {
       alignas(64) float decoded[2][ColumnLayout<Product>::kFew.columns / 2];
       for (int e = 0; e < 2; ++e) {
         const int64_t n = n0 + 2 * u + e;
-        if (n < rows) row(n, [&](int64_t i) __attribute__((always_inline)) { return decoded[e] + i * kLanes; });
+        if (n < rows) row(n, [&](int64_t g, int i) __attribute__((always_inline)) { return decoded[e] + (g * Product::kVectors + i) * kLanes; });
         else memset(decoded[e], 0, sizeof decoded[e]);
       }
       for (int64_t g = 0; g < groups; ++g) {
@@ -55,7 +57,7 @@ template <class Product, class Row>
         }
         interleave(even, odd, v);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) store_values(place(8 * g + i), v[i]);
+        for (int i = 0; i < 8; ++i) store_values(place(g, i), v[i]);
       }
     }
   }
@@ -101,7 +103,10 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
     if (low_rank) {
       add(low_rank->rank, {low_rank->input, low_rank->as_it_lies}, true, [&](int64_t n, const auto& place) {
         const float* source = static_cast<const float*>(low_rank->weight) + n * low_rank->stride + g0 * kGroupUnits;
-        for (int64_t i = 0; i < groups * kGroupUnits / kLanes; ++i) store_values(place(i), Product::load(source + i * kLanes));
+        constexpr int kVectors = kGroupUnits / kLanes;
+        for (int64_t g = 0; g < groups; ++g)
+#pragma GCC unroll 8
+          for (int i = 0; i < kVectors; ++i) store_values(place(g, i), Product::load(source + (g * kVectors + i) * kLanes));
       });
     }
   }

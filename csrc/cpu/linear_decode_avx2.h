@@ -12,6 +12,7 @@ namespace {
 constexpr int kLanes = 8;
 constexpr int kGroup = 64;
 constexpr int kTileVectors = 2;  // the micro-kernel holds 6 x 2 sums, 2 vectors and 1 broadcast in 16 registers
+constexpr bool kFetchPanels = false;
 
 using Vector = __m256;
 

@@ -10,6 +10,7 @@ namespace {
 constexpr int kLanes = 4;
 constexpr int kGroup = 32;
 constexpr int kTileVectors = 2;  // the micro-kernel holds 6 x 2 sums, 2 vectors and 1 broadcast in 16 registers
+constexpr bool kFetchPanels = false;
 
 typedef float Vector __attribute__((vector_size(16)));
 

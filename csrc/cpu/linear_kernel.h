@@ -305,14 +305,14 @@ template <class Product, int R, int G, bool kStores = false>
 #pragma GCC unroll 4
         for (int g = 0; g < G; ++g) prefetch(sums + (R + r) * sums_stride + g * kLanes);
     }
-    // Two at a time in AVX2: fewer instructions, which counts where another thread shares the core.
-#pragma GCC unroll(kLanes < 16 ? 2 : 1)
+    // Two at a time where nothing is fetched: fewer instructions, which counts where another thread shares the core.
+#pragma GCC unroll(kFetchPanels ? 1 : 2)
     for (int64_t i = u; i < stop; ++i, b += G * kLanes) {
       typename Product::Values v[G];
 #pragma GCC unroll 4
       for (int g = 0; g < G; ++g) {
         v[g] = Product::load(b + g * kLanes);
-        if (kLanes == 16) prefetch(b + (kPrefetchUnits * G + g) * kLanes);  // b streams from L2, a new page every 16 units
+        if (kFetchPanels) prefetch(b + (kPrefetchUnits * G + g) * kLanes);  // b streams from L2, a new page every 16 units
       }
 #pragma GCC unroll 12
       for (int r = 0; r < R; ++r) {
@@ -332,7 +332,8 @@ template <class Product, int R, int G, bool kStores = false>
 
 constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are on their way
 
-// Decoded groups [first, first + count) of one row, in decode order, or kInOrder: vector i goes to place(i). A partial last group is filled
+// Decoded groups [first, first + count) of one row, in decode order, or kInOrder: vector i of
+// group g goes to place(g, i). A partial last group is filled
 // up with anything finite that its scale allows: the activations there are zero, or the columns are not stored. In decode order, where
 // ends_in_half, it is half as long: the units of its first half, moved to the front. `loaded`: the row's scale, where one holds for all of
 // it. `next`: as many codes that are fetched meanwhile.
@@ -354,21 +355,23 @@ template <class Product, Codes codes, bool kInOrder = false, class Place>
       for (int i = 0; i < D::kCodeBytes; i += 64) prefetch(next + g * D::kCodeBytes + i);
     decoder.template scaled<kInOrder>(at, scales, g, v);
 #pragma GCC unroll 8
-    for (int i = 0; i < Product::kVectors; ++i) store_values(place(g * Product::kVectors + i), v[i]);
+    for (int i = 0; i < Product::kVectors; ++i) store_values(place(g, i), v[i]);
   }
   if (whole * kGroup < length) {
     if constexpr (!D::PanelScales::kWholeRow) own.load_tail(row, l, start + whole * kGroup, length - whole * kGroup);
     TailCodes<codes> tail;
     decoder.template scaled<kInOrder>(codes_of_group(row, l, first + whole, tail), scales, 0, v);
     int vectors = Product::kVectors;
-    if (!kInOrder && ends_in_half<Product, codes>(l)) {
+    if constexpr (kInOrder) {
+      if (Product::kUnitElements == 1 && 2 * (length - whole * kGroup) <= kGroup) vectors /= 2;
+    } else if (ends_in_half<Product, codes>(l)) {
       vectors /= 2;
       if constexpr (kFirstHalf<Product, codes> == FirstHalf::kLanes)
         for (int i = 0; i < Product::kVectors / 2; ++i) v[i] = join_lower_halves(v[2 * i], v[2 * i + 1]);
     }
 #pragma GCC unroll 8
     for (int i = 0; i < Product::kVectors; ++i)
-      if (i < vectors) store_values(place(whole * Product::kVectors + i), v[i]);
+      if (i < vectors) store_values(place(whole, i), v[i]);
   }
 }
 

@@ -57,6 +57,8 @@ struct TurnedFrom {
   int32_t rows;          // and one for so many rows of the weight, up to kLinearTokens
   int32_t widened_rows;  // the same for tokens that have to be widened to fp32; 0: never
   int32_t padding;       // or for any number of tokens that `tiled` pads with so many
+
+  static constexpr TurnedFrom always() { return {0, INT32_MAX, INT32_MAX, 0}; }
 };
 
 // What the kernels do in one arithmetic.

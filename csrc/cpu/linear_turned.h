@@ -70,6 +70,50 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
   }
 }
 
+// Likewise where the decoder takes codes of kLanes rows that were turned by dwords, of several elements each: fewer vectors are turned, and
+// none passes through memory on its way to the panel.
+template <class Product, Codes codes>
+  requires requires { Decoder<Product, codes>::kDwordElements; }
+inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* packed, int64_t rows, const RowLayout& l, int64_t first,
+                        int64_t count, float* panel) {
+  using D = Decoder<Product, codes>;
+  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kOfDword = D::kDwordElements, kOfLine = kLanes * kOfDword, kAhead = 256;
+  constexpr int64_t kBlock = codes == Codes::kFourBit32 ? 32 : four_bit(codes) ? 64 : kStretch;  // elements of one scale at least
+  static_assert(Product::kUnitElements == 1 && kLanes == 16);
+  alignas(64) float scales[(ColumnLayout<Product>::kTurnedUnits + kBlock - 1) / kBlock][kLanes] = {};  // zeros where there is no row
+  if (rows > kLanes) rows = kLanes;
+  for (int64_t r = 0; r < rows; ++r) {
+    typename D::PanelScales of_row;
+    of_row.load(packed + r * l.row_bytes, l, first, count);
+    for (int64_t b = 0; b * kBlock < count; ++b) scales[b][r] = D::scale_at(of_row, b * (kBlock / 32));
+  }
+  const int64_t first_byte = first / kOfDword * 4, end_byte = (first + count + kOfDword - 1) / kOfDword * 4;
+  for (int64_t u = 0, byte = first_byte; u < count; u += kOfLine, byte += 64, panel += kOfLine * kRun) {
+    const int64_t at = byte + kAhead;
+    const uint8_t* const next = packed + (at < end_byte ? at : kLanes * l.row_bytes + at - end_byte + first_byte);
+    alignas(64) float turned[kLanes * kLanes];
+    turn_rows(
+        [&](int r) __attribute__((always_inline)) {
+          prefetch(next + r * l.row_bytes);
+          return r < rows ? D::code_dwords(packed + r * l.row_bytes + byte, l.code_bytes - byte) : zero_vector();
+        },
+        [&](int i, Vector dwords) __attribute__((always_inline)) { store_values(turned + i * kLanes, dwords); });
+    const int64_t line = count - u < kOfLine ? count - u : kOfLine;
+    float* to = panel;
+    for (int64_t e = 0; e < line; e += kOfDword, to += kOfDword * kRun) {
+      const Vector factor = Float32::load(scales[(u + e) / kBlock]);
+      Vector v[kOfDword];
+      decoder.values_of_dwords(Float32::load(turned + e / kOfDword * kLanes), v);
+      if (line - e >= kOfDword) {
+#pragma GCC unroll 8
+        for (int i = 0; i < kOfDword; ++i) store_values(to + i * kRun, v[i] * factor);
+      } else {
+        for (int i = 0; i < line - e; ++i) store_values(to + i * kRun, v[i] * factor);
+      }
+    }
+  }
+}
+
 // Likewise of a matrix of units (rows, stride), whose rows may be read past their ends.
 template <class Product>
 inline void fill_turned_matrix(const float* matrix, int64_t stride, int64_t first, int64_t count, float* panel) {
