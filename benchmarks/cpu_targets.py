@@ -21,7 +21,7 @@ COLUMNS = {
     "amx": "amx",
     "avx512_zen5": "avx512, Zen 5",
     "avx512": "avx512, Zen 4",
-    "avx512_vnni": "avx512_vnni",
+    "avx512_vnni": "avx512_vnni, Ice Lake",
     "avx512_vnni_xeon": "avx512_vnni, forced on a Xeon with AMX",
     "avx512_vnni_zen4": "avx512_vnni, forced on Zen 4",
     "avx2": "avx2, Zen 3",
