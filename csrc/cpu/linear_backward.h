@@ -22,9 +22,9 @@ constexpr ColumnShape call_shape(int64_t tokens, int64_t rows, int64_t groups, i
   return shape;
 }
 
-// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, place) puts vector i of each of `groups` groups g of row n to
-// place(g, i); one row after the other, as they lie in memory: of two at once the CPU would not see what comes next. Not inline: it needs all
-// registers.
+// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, place) puts vector i of each of `groups` groups g of row n
+// to place(g, i); one row after the other, as they lie in memory: of two at once the CPU would not see what comes next. Not inline: it
+// needs all registers.
 template <class Product, class Row>
 [[gnu::noinline]] void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t groups, const ColumnShape& shape, float* panel,
                                   const Row& row) {
@@ -45,7 +45,10 @@ template <class Product, class Row>
       alignas(64) float decoded[2][ColumnLayout<Product>::kFew.columns / 2];
       for (int e = 0; e < 2; ++e) {
         const int64_t n = n0 + 2 * u + e;
-        if (n < rows) row(n, [&](int64_t g, int i) __attribute__((always_inline)) { return decoded[e] + (g * Product::kVectors + i) * kLanes; });
+        const auto of_row = [&](int64_t g, int i) __attribute__((always_inline)) {
+          return decoded[e] + (g * Product::kVectors + i) * kLanes;
+        };
+        if (n < rows) row(n, of_row);
         else memset(decoded[e], 0, sizeof decoded[e]);
       }
       for (int64_t g = 0; g < groups; ++g) {

@@ -332,11 +332,10 @@ template <class Product, int R, int G, bool kStores = false>
 
 constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are on their way
 
-// Decoded groups [first, first + count) of one row, in decode order, or kInOrder: vector i of
-// group g goes to place(g, i). A partial last group is filled
-// up with anything finite that its scale allows: the activations there are zero, or the columns are not stored. In decode order, where
-// ends_in_half, it is half as long: the units of its first half, moved to the front. `loaded`: the row's scale, where one holds for all of
-// it. `next`: as many codes that are fetched meanwhile.
+// Decoded groups [first, first + count) of one row, in decode order, or kInOrder: vector i of group g goes to place(g, i). A partial last
+// group is filled up with anything finite that its scale allows: the activations there are zero, or the columns are not stored. In decode
+// order, where ends_in_half, it is half as long: the units of its first half, moved to the front; in order its second half is left out if
+// nothing is there. `loaded`: the row's scale, where one holds for all of it. `next`: as many codes that are fetched meanwhile.
 template <class Product, Codes codes, bool kInOrder = false, class Place>
 [[gnu::always_inline]] inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first,
                                               int64_t count, const Place& place,
