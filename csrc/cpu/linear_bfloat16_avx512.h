@@ -28,6 +28,7 @@ struct BFloat16Pairs {
   static constexpr Compute kCompute = Compute::kBFloat16;
   static constexpr bool kBFloat16By4Bit = false;
   static constexpr int kDirectTokens = 8;
+  static constexpr TurnedFrom kTurnedFrom{64, 16, 3, 6};
   static constexpr int kVectors = 4;
   static constexpr int kUnitElements = 2;
   using Element = BFloat16;

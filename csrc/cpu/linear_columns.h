@@ -58,9 +58,7 @@ struct ColumnLayout {
   // At most: a thread keeps the sums of kMostTokens tokens beside them. One run where L2 keeps all tokens of a narrow layer beside it: by
   // the next call a larger panel's memory is in L3, and decoding into it waits for that.
   static constexpr int64_t kTurnedColumns = kLargeL2 ? kRun : 640;
-  static constexpr TurnedFrom kTurnedFrom = kLanes < 16 ? TurnedFrom{64, 3, 0, TurnedFrom::kNever}
-                                            : kFetchPanels ? TurnedFrom{64, 16, 3, 6}
-                                                           : TurnedFrom::always();
+  static constexpr TurnedFrom kTurnedFrom = Product::kTurnedFrom;
   static constexpr int64_t kTokensTogether = 1;
   // Of a call. For twice as many, weights are decoded half as often, where L2 takes their sums.
   static constexpr int64_t kMostTokens = (kLargeL2 ? 2 : 1) * kLinearTokens;

@@ -14,20 +14,23 @@ constexpr int kLanes = 16;
 constexpr int kGroup = 128;
 constexpr int kTileVectors = 4;  // backward: the micro-kernel holds 6 x 4 sums, 4 vectors and 1 broadcast in 32 registers
 
-// Whether micro-kernels ask for the panel that they stream from L2, one instruction in ten. It pays on AMD's cores, which these macros say
-// (bf16 units, no tiles). Intel's find it themselves, and where the core's other thread is at work the two share what decodes instructions.
+// Whose cores these flags stand for: AMD's have bf16 units and no tiles.
 #if defined(__AVX512BF16__) && !defined(__AMX_TILE__)
-constexpr bool kFetchPanels = true;
+constexpr bool kIntel = false;
 #else
-constexpr bool kFetchPanels = false;
+constexpr bool kIntel = true;
 #endif
+// Whether micro-kernels ask for the panel that they stream from L2, one instruction in ten. Intel's cores find it themselves, and where
+// their other thread is at work the two share what decodes instructions.
+constexpr bool kFetchPanels = !kIntel;
 
 using Vector = __m512;
 
 struct Float32 {
   static constexpr Compute kCompute = Compute::kFloat32;
   static constexpr bool kBFloat16By4Bit = false;
-  static constexpr int kDirectTokens = kFetchPanels ? 12 : 8;
+  static constexpr int kDirectTokens = kIntel ? 8 : 12;
+  static constexpr TurnedFrom kTurnedFrom = kIntel ? TurnedFrom::always() : TurnedFrom{64, 16, 3, 6};
   static constexpr int kVectors = 8;
   static constexpr int kUnitElements = 1;
   using Element = float;

@@ -18,6 +18,7 @@ struct Float32 {
   static constexpr Compute kCompute = Compute::kFloat32;
   static constexpr bool kBFloat16By4Bit = false;
   static constexpr int kDirectTokens = 4;
+  static constexpr TurnedFrom kTurnedFrom{64, 3, 0, TurnedFrom::kNever};
   static constexpr int kVectors = 8;
   static constexpr int kUnitElements = 1;
   using Element = float;

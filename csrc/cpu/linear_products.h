@@ -6,6 +6,7 @@
 //   kCompute             its name at run time
 //   kBFloat16By4Bit      of bf16 tokens by 4-bit codes only: its kernels would be wrong for others
 //   kDirectTokens        up to this M `direct` is faster than `tiled`
+//   kTurnedFrom          when `turned` is; on tiles ColumnLayout says it
 //   kUnitElements        elements in a unit, of type Element
 //   kVectors             vectors of decoded values in a group, of type Values
 //   Sum                  a vector of sums, with load_sums and store_sums
