@@ -123,14 +123,11 @@ inline void run_columns(const ColumnsProduct& p, const Multiply& multiply) {
   const auto at = [](const Tensor& units, const TokenMatrix& g, int64_t token) {
     return TokenUnits{static_cast<const char*>(units.const_data_ptr()) + token * g.stride * 4, g.ready()};
   };
-  parallel_rows(blocks * groups, grain, [&](int64_t begin, int64_t end) {
+  parallel_groups(blocks, groups, grain, [&](int64_t b, int64_t group, int64_t group_end) {
     const WorkspaceLease scratch(p.workspace());
-    for (int64_t work = begin; work < end;) {
-      const int64_t group = work % groups, group_end = std::min(groups, group + end - work), token = work / groups * block;
-      multiply(token, group, group_end, at(prepared, source, token), p.low ? at(*prepared_low, *p.low, token) : TokenUnits{},
-               scratch.data());
-      work += group_end - group;
-    }
+    const int64_t token = b * block;
+    multiply(token, group, group_end, at(prepared, source, token), p.low ? at(*prepared_low, *p.low, token) : TokenUnits{},
+             scratch.data());
   });
 }
 

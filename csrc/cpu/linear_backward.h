@@ -22,11 +22,11 @@ constexpr ColumnShape call_shape(int64_t tokens, int64_t rows, int64_t groups, i
   return shape;
 }
 
-// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, place) puts vector i of each of `groups` groups g of row n
-// to place(g, i); one row after the other, as they lie in memory: of two at once the CPU would not see what comes next. Not inline: it
-// needs all registers.
+// Panel unit u and column c lie at run c / kRun, then u, then c % kRun. row(n, place) puts vector i of group g of row n to place(g, i), for
+// all groups of the panel's columns, but for the second half of the last one if they end before it; one row after the other, as they lie
+// in memory: of two at once the CPU would not see what comes next. Not inline: it needs all registers.
 template <class Product, class Row>
-[[gnu::noinline]] void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t groups, const ColumnShape& shape, float* panel,
+[[gnu::noinline]] void fill_panel(int64_t rows, int64_t n0, int64_t units, int64_t columns, const ColumnShape& shape, float* panel,
                                   const Row& row) {
   using Values = typename Product::Values;
   constexpr int kElements = Product::kUnitElements;
@@ -51,17 +51,20 @@ template <class Product, class Row>
         if (n < rows) row(n, of_row);
         else memset(decoded[e], 0, sizeof decoded[e]);
       }
-      for (int64_t g = 0; g < groups; ++g) {
-        Values even[4], odd[4], v[8];
+      const auto put = [&]<int kCount>(int64_t g) __attribute__((always_inline)) {
+        Values even[kCount], odd[kCount], v[2 * kCount];
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < kCount; ++i) {
           even[i] = Product::load(decoded[0] + (4 * g + i) * kLanes);
           odd[i] = Product::load(decoded[1] + (4 * g + i) * kLanes);
         }
-        interleave(even, odd, v);
+        interleave<kCount>(even, odd, v);
 #pragma GCC unroll 8
-        for (int i = 0; i < 8; ++i) store_values(place(g, i), v[i]);
-      }
+        for (int i = 0; i < 2 * kCount; ++i) store_values(place(g, i), v[i]);
+      };
+      int64_t g = 0;
+      for (; (g + 1) * kGroup - kGroup / 2 < columns; ++g) put.template operator()<4>(g);
+      if (g * kGroup < columns) put.template operator()<2>(g);
     }
   }
 }
@@ -89,19 +92,21 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
   [[maybe_unused]] const typename Layout<Product>::Scope scope{};
   for (int64_t g0 = group_begin; g0 < group_end; g0 += column_groups) {
     const int64_t groups = g0 + column_groups < group_end ? column_groups : group_end - g0;
-    const int64_t left = l.in_features - g0 * kGroup;
-    ColumnSums<Product> sums(shape, tokens, left < groups * kGroup ? left : groups * kGroup, output.from(0, g0 * kGroup), scratch);
+    const int64_t left = l.in_features - g0 * kGroup, columns = left < groups * kGroup ? left : groups * kGroup;
+    ColumnSums<Product> sums(shape, tokens, columns, output.from(0, g0 * kGroup), scratch);
     // sums += grads (tokens, reduced rows) @ rows (reduced, columns)
     const auto add = [&](int64_t reduced, const TokenUnits& grads, bool last, const auto& row) {
       const auto fill = [&](int64_t u0, int64_t units, float* panel) {
-        fill_panel<Product>(reduced, u0 * kElements, units, groups, shape, panel, row);
+        fill_panel<Product>(reduced, u0 * kElements, units, columns, shape, panel, row);
       };
       sums.add(grads, round_up(units_of<Product>(reduced), kUnitMultiple<Product>), last, fill);
     };
+    const RowPart part(l, g0, groups);
+    const int64_t scales = scales_at(l, g0 * kGroup);
     add(rows, grad, !low_rank, [&](int64_t n, const auto& place) __attribute__((always_inline)) {
       const uint8_t *const row = packed + n * l.row_bytes, *const next = row + kRowsAhead * l.row_bytes;
-      prefetch(next + scales_at(l, g0 * kGroup));
-      decode_row<Product, codes, true>(decoder, row, l, g0, groups, place, nullptr, next + g0 * Decoder<Product, codes>::kCodeBytes);
+      prefetch(next + scales);
+      decode_row<Product, codes, true>(decoder, row, l, part, place, nullptr, next + g0 * Decoder<Product, codes>::kCodeBytes);
     });
     if (low_rank) {
       add(low_rank->rank, {low_rank->input, low_rank->as_it_lies}, true, [&](int64_t n, const auto& place) {

@@ -113,8 +113,8 @@ constexpr Magnitudes kMagnitudes;
 struct RowTable : RowScale {
   __m512i low[2], high[2];
 
-  void load(const uint8_t* row, const RowLayout& l, int64_t start, int64_t count) {
-    RowScale::load(row, l, start, count);
+  void load(const uint8_t* row, const RowLayout& l, const BlockPlaces& = {}) {
+    RowScale::load(row, l);
     const __m512 factor = _mm512_set1_ps(l.format == kFP8 ? value * 256.0f : value);
     const __m512i even_bytes = _mm512_set_epi8(126, 124, 122, 120, 118, 116, 114, 112, 110, 108, 106, 104, 102, 100, 98, 96,  //
                                                94, 92, 90, 88, 86, 84, 82, 80, 78, 76, 74, 72, 70, 68, 66, 64,              //
@@ -157,8 +157,8 @@ struct Decoder<BFloat16Pairs, codes> : BFloat16Scales<codes> {
     return round_pair(_mm512_mul_ps(exact.table, _mm512_set1_ps(scale_low)), _mm512_mul_ps(exact.table, _mm512_set1_ps(scale_high)));
   }
 
-  // kInOrder: as Decoder<Float32>'s.
-  template <bool kInOrder = false, class Scales>
+  // kInOrder, kCount: as Decoder<Float32>'s.
+  template <bool kInOrder = false, int kCount = 4, class Scales>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512i v[4]) const {
     if constexpr (four_bit(codes)) {
       const __m512i bytes = _mm512_loadu_si512(c), mask = _mm512_set1_epi16(15);
@@ -168,10 +168,11 @@ struct Decoder<BFloat16Pairs, codes> : BFloat16Scales<codes> {
                                               3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
         const __m512i nibble = _mm512_set1_epi64(0x0008'000C'0000'0004);
         constexpr bool kBlocksOf32 = codes == Codes::kFourBit32;  // else the first two steps have one scale, and the last two
-        const __m512i low = rounded_tables(s.at(step), s.at(step + (kBlocksOf32 ? 1 : 2)));
-        const __m512i high = kBlocksOf32 ? rounded_tables(s.at(step + 2), s.at(step + 3)) : low;
+        const auto tables = [&](int64_t a, int64_t b) { return rounded_tables(s.at(step + a), s.at(step + b)); };
+        const __m512i low = kBlocksOf32 ? tables(0, 1) : kCount > 2 ? tables(0, 2) : tables(0, 0);
+        const __m512i high = kBlocksOf32 && kCount > 2 ? tables(2, 3) : low;
 #pragma GCC unroll 4
-        for (int i = 0; i < 4; ++i) {
+        for (int i = 0; i < kCount; ++i) {
           const __m512i codes_of_32 = _mm512_permutexvar_epi16(_mm512_add_epi16(word, _mm512_set1_epi16(int16_t(8 * i))), bytes);
           const __m512i base = _mm512_set1_epi16(int16_t((kBlocksOf32 ? i % 2 : i / 2) * 16));
           v[i] = _mm512_permutexvar_epi16(_mm512_ternarylogic_epi32(_mm512_srlv_epi16(codes_of_32, nibble), mask, base, 0xEA),
@@ -226,13 +227,14 @@ struct Decoder<BFloat16Pairs, codes> : BFloat16Scales<codes> {
   }
 };
 
-// 128 columns of rows n (even) and n + 1 (odd) as pairs: column c of `out` holds both rows' elements. Order is kept.
+// 32 columns each in kCount vectors of rows n (even) and n + 1 (odd) as pairs: column c of `out` holds both rows' elements. Order is kept.
+template <int kCount>
 inline void interleave(const __m512i* even, const __m512i* odd, __m512i* out) {
   const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8,  //
                                        39, 7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
   const __m512i high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; ++i) {
+  for (int i = 0; i < kCount; ++i) {
     out[2 * i] = _mm512_permutex2var_epi16(even[i], low, odd[i]);
     out[2 * i + 1] = _mm512_permutex2var_epi16(even[i], high, odd[i]);
   }

@@ -168,11 +168,12 @@ struct Decoder : ScalesOf<codes> {
   }
 
   // 4-bit codes: 2 shuffles more put the nibbles of 32 elements where unpacking leaves them in order.
-  [[gnu::always_inline]] void values_in_order(const uint8_t* c, Vector v[8]) const {
+  template <int kCount>
+  [[gnu::always_inline]] void values_in_order(const uint8_t* c, Vector v[kCount]) const {
     const __m256i places = _mm256_setr_epi8(0, 0, 1, 1, 4, 4, 5, 5, 8, 8, 9, 9, 12, 12, 13, 13,  //
                                             2, 2, 3, 3, 6, 6, 7, 7, 10, 10, 11, 11, 14, 14, 15, 15);
 #pragma GCC unroll 2
-    for (int i = 0; i < 2; ++i) {
+    for (int i = 0; i < kCount / 4; ++i) {
       const __m128i codes16 = _mm_loadu_si128(reinterpret_cast<const __m128i*>(c + 16 * i));
       const __m256i twice = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(codes16), places);
       half(_mm256_or_si256(_mm256_and_si256(_mm256_srli_epi16(twice, 4), _mm256_set1_epi16(0x000F)),
@@ -181,15 +182,15 @@ struct Decoder : ScalesOf<codes> {
     }
   }
 
-  // kInOrder: the order of the elements themselves, not that of element_at.
-  template <bool kInOrder = false, class Scales>
+  // kInOrder: the order of the elements themselves, not that of element_at, and kCount vectors at least.
+  template <bool kInOrder = false, int kCount = 8, class Scales>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
     if constexpr (kInOrder && four_bit(codes)) {
-      values_in_order(c, v);
+      values_in_order<kCount>(c, v);
       const Vector first = _mm256_set1_ps(s.at(2 * group));
-      const Vector second = codes == Codes::kFourBit32 ? _mm256_set1_ps(s.at(2 * group + 1)) : first;
+      const Vector second = codes == Codes::kFourBit32 && kCount > 4 ? _mm256_set1_ps(s.at(2 * group + 1)) : first;
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) v[i] = _mm256_mul_ps(v[i], i < 4 ? first : second);
+      for (int i = 0; i < kCount; ++i) v[i] = _mm256_mul_ps(v[i], i < 4 ? first : second);
       return;
     }
     values(c, v);

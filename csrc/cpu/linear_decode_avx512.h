@@ -30,7 +30,7 @@ struct Float32 {
   static constexpr Compute kCompute = Compute::kFloat32;
   static constexpr bool kBFloat16By4Bit = false;
   static constexpr int kDirectTokens = kIntel ? 8 : 12;
-  static constexpr TurnedFrom kTurnedFrom = kIntel ? TurnedFrom::always() : TurnedFrom{64, 16, 3, 6};
+  static constexpr TurnedFrom kTurnedFrom = kIntel ? TurnedFrom::always() : TurnedFrom{64, INT32_MAX, INT32_MAX, 3};
   static constexpr int kVectors = 8;
   static constexpr int kUnitElements = 1;
   using Element = float;
@@ -220,14 +220,15 @@ struct Decoder : ScalesOf<codes> {
     else return codes == Codes::kFP8 ? s.value * 256.0f : s.value;
   }
 
-  // kInOrder: the order of the elements themselves, not that of element_at. 4-bit codes take a shuffle more for each vector.
-  template <bool kInOrder = false, class Scales>
+  // kInOrder: the order of the elements themselves, not that of element_at, and kCount vectors at least. 4-bit codes take a shuffle more
+  // for each vector.
+  template <bool kInOrder = false, int kCount = 8, class Scales>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, __m512 v[8]) const {
     if constexpr (kInOrder && four_bit(codes)) {
       const __m512i bytes = _mm512_loadu_si512(c), dword = _mm512_setr_epi32(0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1);
       const __m512i nibble = _mm512_setr_epi32(4, 0, 12, 8, 20, 16, 28, 24, 4, 0, 12, 8, 20, 16, 28, 24);
 #pragma GCC unroll 8
-      for (int i = 0; i < 8; ++i) {
+      for (int i = 0; i < kCount; ++i) {
         const __m512i codes_of_16 = _mm512_permutexvar_epi32(_mm512_add_epi32(dword, _mm512_set1_epi32(2 * i)), bytes);
         const __m512 value = _mm512_permutexvar_ps(_mm512_srlv_epi32(codes_of_16, nibble), table);
         v[i] = _mm512_mul_ps(value, _mm512_set1_ps(s.at(4 * group + (codes == Codes::kFourBit32 ? i / 2 : i / 4 * 2))));

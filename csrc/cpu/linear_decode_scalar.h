@@ -107,8 +107,8 @@ struct Decoder : ScalesOf<codes> {
     }
   }
 
-  // kInOrder: the order of the elements themselves, not that of element_at.
-  template <bool kInOrder = false, class Scales>
+  // kInOrder: the order of the elements themselves, not that of element_at, and kCount vectors at least.
+  template <bool kInOrder = false, int kCount = 8, class Scales>
   [[gnu::always_inline]] void scaled(const uint8_t* c, const Scales& s, int64_t group, Vector v[8]) const {
     values(c, v);
     const Vector factor = scale(s, group);

@@ -195,7 +195,8 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
     const int64_t count = start + kStretch < l.in_features ? kStretch : l.in_features - start;
     const int64_t groups = count / kGroup, first = start / kGroup;
     typename D::Scales scales[R];
-    for (int r = 0; r < R; ++r) scales[r].load(base + r * l.row_bytes, l, start, count);
+    const BlockPlaces places(l, start, count);
+    for (int r = 0; r < R; ++r) scales[r].load(base + r * l.row_bytes, l, places);
     for (int64_t g = 0; g < groups; ++g) {
       const float* p = x + (first + g) * kGroupUnits;
       const uint8_t* c = base + (first + g) * D::kCodeBytes;
@@ -332,45 +333,66 @@ template <class Product, int R, int G, bool kStores = false>
 
 constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are on their way
 
-// Decoded groups [first, first + count) of one row, in decode order, or kInOrder: vector i of group g goes to place(g, i). A partial last
-// group is filled up with anything finite that its scale allows: the activations there are zero, or the columns are not stored. In decode
-// order, where ends_in_half, it is half as long: the units of its first half, moved to the front; in order its second half is left out if
-// nothing is there. `loaded`: the row's scale, where one holds for all of it. `next`: as many codes that are fetched meanwhile.
+// Which elements a part of a panel has of each of its rows: groups [first, first + count), or to the end of a row.
+struct RowPart {
+  int64_t first, whole, rest;  // whole groups; elements of a last one
+  BlockPlaces places, rest_places;
+
+  RowPart(const RowLayout& l, int64_t first, int64_t count) : first(first) {
+    const int64_t start = first * kGroup, length = start + count * kGroup < l.in_features ? count * kGroup : l.in_features - start;
+    whole = length / kGroup;
+    rest = length % kGroup;
+    places = {l, start, length};
+    rest_places = {l, start + whole * kGroup, rest};
+  }
+};
+
+// A part of one row, decoded, in decode order, or kInOrder: vector i of its group g goes to place(g, i). A last group that is not whole is
+// filled up with anything finite that its scale allows: the activations there are zero, or the columns are not stored. In decode order,
+// where ends_in_half, it is half as long: the units of its first half, moved to the front; in order its second half is left out if nothing
+// is there. `loaded`: the row's scale, where one holds for all of it. `next`: as many codes that are fetched meanwhile.
 template <class Product, Codes codes, bool kInOrder = false, class Place>
-[[gnu::always_inline]] inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l, int64_t first,
-                                              int64_t count, const Place& place,
+[[gnu::always_inline]] inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l,
+                                              const RowPart& part, const Place& place,
                                               const typename Decoder<Product, codes>::PanelScales* loaded = nullptr,
                                               const uint8_t* next = nullptr) {
   using D = Decoder<Product, codes>;
-  const int64_t start = first * kGroup;
-  const int64_t length = start + count * kGroup < l.in_features ? count * kGroup : l.in_features - start, whole = length / kGroup;
+  constexpr int kVectors = Product::kVectors;
   typename D::PanelScales own;
-  if (!loaded) own.load(row, l, start, whole * kGroup);
+  if (!loaded) own.load(row, l, part.places);
   const typename D::PanelScales& scales = loaded ? *loaded : own;
-  typename Product::Values v[Product::kVectors];
-  const uint8_t* at = row + first * D::kCodeBytes;
-  for (int64_t g = 0; g < whole; ++g, at += D::kCodeBytes) {
+  typename Product::Values v[kVectors];
+  const uint8_t* at = row + part.first * D::kCodeBytes;
+  for (int64_t g = 0; g < part.whole; ++g, at += D::kCodeBytes) {
     if (next)
       for (int i = 0; i < D::kCodeBytes; i += 64) prefetch(next + g * D::kCodeBytes + i);
     decoder.template scaled<kInOrder>(at, scales, g, v);
 #pragma GCC unroll 8
-    for (int i = 0; i < Product::kVectors; ++i) store_values(place(g, i), v[i]);
+    for (int i = 0; i < kVectors; ++i) store_values(place(g, i), v[i]);
   }
-  if (whole * kGroup < length) {
-    if constexpr (!D::PanelScales::kWholeRow) own.load_tail(row, l, start + whole * kGroup, length - whole * kGroup);
-    TailCodes<codes> tail;
-    decoder.template scaled<kInOrder>(codes_of_group(row, l, first + whole, tail), scales, 0, v);
-    int vectors = Product::kVectors;
-    if constexpr (kInOrder) {
-      if (Product::kUnitElements == 1 && 2 * (length - whole * kGroup) <= kGroup) vectors /= 2;
-    } else if (ends_in_half<Product, codes>(l)) {
-      vectors /= 2;
-      if constexpr (kFirstHalf<Product, codes> == FirstHalf::kLanes)
-        for (int i = 0; i < Product::kVectors / 2; ++i) v[i] = join_lower_halves(v[2 * i], v[2 * i + 1]);
-    }
+  if (part.rest == 0) return;
+  TailCodes<codes> tail;
+  const uint8_t* const c = codes_of_group(row, l, part.first + part.whole, tail);
+  // Blocks of at least half a group that are decoded in order ask for no scale that is not there.
+  constexpr bool kCopied = !D::PanelScales::kWholeRow && !(kInOrder && codes == Codes::kFourBit);
+  if constexpr (kCopied) own.load_tail(row, l, part.rest_places);
+  const int64_t group = kCopied ? 0 : part.whole;
+  const auto decode = [&]<int kCount>() __attribute__((always_inline)) {
+    decoder.template scaled<kInOrder, kCount>(c, scales, group, v);
 #pragma GCC unroll 8
-    for (int i = 0; i < Product::kVectors; ++i)
-      if (i < vectors) store_values(place(whole, i), v[i]);
+    for (int i = 0; i < kCount; ++i) store_values(place(part.whole, i), v[i]);
+  };
+  if constexpr (kInOrder) {
+    if (2 * part.rest <= kGroup) decode.template operator()<kVectors / 2>();
+    else decode.template operator()<kVectors>();
+  } else if (!ends_in_half<Product, codes>(l)) {
+    decode.template operator()<kVectors>();
+  } else {
+    decoder.scaled(c, scales, group, v);
+    if constexpr (kFirstHalf<Product, codes> == FirstHalf::kLanes)
+      for (int i = 0; i < kVectors / 2; ++i) v[i] = join_lower_halves(v[2 * i], v[2 * i + 1]);
+#pragma GCC unroll 8
+    for (int i = 0; i < kVectors / 2; ++i) store_values(place(part.whole, i), v[i]);
   }
 }
 

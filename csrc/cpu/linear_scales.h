@@ -23,22 +23,20 @@ inline int64_t scales_at(const RowLayout& l, int64_t start) {
 }
 
 // Which scales of their row up to kStretch elements have, from element `start` on, a multiple of 32 with whole blocks before it or inside
-// one block.
+// one block. The same for all rows.
 class BlockPlaces {
- protected:
-  struct Blocks {
-    int64_t first, count;
-  };
-
-  Blocks find(const RowLayout& l, int64_t start, int64_t count) {
+ public:
+  BlockPlaces() = default;
+  BlockPlaces(const RowLayout& l, int64_t start, int64_t count) {
     const int log2_block = __builtin_ctzll(uint64_t(l.block_size));  // shifts: a division costs as much as decoding 64 elements
-    const int64_t first = start >> log2_block;
+    first_block = start >> log2_block;
+    blocks = ((start + count + l.block_size - 1) >> log2_block) - first_block;
     shift_ = log2_block - 5;
-    first_ = int32_t(start / 32 - (first << shift_));
-    return {first, ((start + count + l.block_size - 1) >> log2_block) - first};
+    first_ = int32_t(start / 32 - (first_block << shift_));
   }
 
-  // Of the 32 elements from `start` + 32 * step.
+  int64_t first_block, blocks;
+  // Of the 32 elements from `start` + 32 * step, among these blocks.
   int64_t index(int64_t step) const { return (first_ + step) >> shift_; }
 
  private:
@@ -47,24 +45,27 @@ class BlockPlaces {
 };
 
 // Decoded scales, for groups that are decoded between other work: a row's come at once.
-struct BlockScales : private BlockPlaces {
-  static constexpr bool kWholeRow = false;  // load() says of which elements
+struct BlockScales {
+  static constexpr bool kWholeRow = false;
   static constexpr bool kInPlace = false;
   float value[kStretch / 32 + 4];  // 4 more, zero: vector loads may look past the last block
 
-  void load(const uint8_t* row, const RowLayout& l, int64_t start, int64_t count) {
-    const Blocks blocks = find(l, start, count);
-    load_block_scales(row, l, blocks.first, blocks.count, value);
-    for (int i = 0; i < 4; ++i) value[blocks.count + i] = 0.0f;
+  void load(const uint8_t* row, const RowLayout& l, const BlockPlaces& places) {
+    places_ = places;
+    load_block_scales(row, l, places.first_block, places.blocks, value);
+    for (int i = 0; i < 4; ++i) value[places.blocks + i] = 0.0f;
   }
 
-  float at(int64_t step) const { return value[index(step)]; }
-  const float* from(int64_t step) const { return value + index(step); }
+  float at(int64_t step) const { return value[places_.index(step)]; }
+  const float* from(int64_t step) const { return value + places_.index(step); }
+
+ private:
+  BlockPlaces places_;
 };
 
 // Scales where they lie, for groups that are decoded one after the other: a copy of a panel's few takes as long as such a group. Those of
 // -dq are decoded. It may point into itself.
-class ScalesInPlace : private BlockPlaces {
+class ScalesInPlace {
  public:
   static constexpr bool kWholeRow = false;
   static constexpr bool kInPlace = true;  // nothing past those of a group may be read
@@ -72,18 +73,24 @@ class ScalesInPlace : private BlockPlaces {
   ScalesInPlace() = default;
   ScalesInPlace(const ScalesInPlace&) = delete;
 
-  // Of whole groups.
-  void load(const uint8_t* row, const RowLayout& l, int64_t start, int64_t count) { locate(row, l, find(l, start, count)); }
+  void load(const uint8_t* row, const RowLayout& l, const BlockPlaces& places) {
+    places_ = places;
+    if (is_double_quantized(l.format)) {
+      load_block_scales(row, l, places.first_block, places.blocks, copied_);
+      scales_ = reinterpret_cast<const uint8_t*>(copied_);
+    } else {
+      scales_ = row + l.scales_offset + 4 * places.first_block;
+    }
+  }
 
   // Of a last group that is not whole: a copy, with zeros for what it lacks. No branches; a loop would become a call of memcpy.
-  void load_tail(const uint8_t* row, const RowLayout& l, int64_t start, int64_t count) {
-    const Blocks blocks = find(l, start, count);
-    locate(row, l, blocks);
+  void load_tail(const uint8_t* row, const RowLayout& l, const BlockPlaces& places) {
+    load(row, l, places);
     uint32_t bits[4];
 #pragma GCC unroll 4
     for (int64_t b = 0; b < 4; ++b) {
-      memcpy(bits + b, scales_ + 4 * (b < blocks.count ? b : 0), 4);
-      bits[b] &= -uint32_t(b < blocks.count);
+      memcpy(bits + b, scales_ + 4 * (b < places.blocks ? b : 0), 4);
+      bits[b] &= -uint32_t(b < places.blocks);
     }
     memcpy(copied_, bits, sizeof bits);
     scales_ = reinterpret_cast<const uint8_t*>(copied_);
@@ -94,18 +101,10 @@ class ScalesInPlace : private BlockPlaces {
     memcpy(&scale, from(step), 4);
     return scale;
   }
-  const uint8_t* from(int64_t step) const { return scales_ + 4 * index(step); }
+  const uint8_t* from(int64_t step) const { return scales_ + 4 * places_.index(step); }
 
  private:
-  void locate(const uint8_t* row, const RowLayout& l, const Blocks& blocks) {
-    if (is_double_quantized(l.format)) {
-      load_block_scales(row, l, blocks.first, blocks.count, copied_);
-      scales_ = reinterpret_cast<const uint8_t*>(copied_);
-    } else {
-      scales_ = row + l.scales_offset + 4 * blocks.first;
-    }
-  }
-
+  BlockPlaces places_;
   const uint8_t* scales_;  // floats, unaligned
   float copied_[kStretch / 32];
 };
@@ -116,7 +115,7 @@ struct RowScale {
   static constexpr bool kInPlace = false;
   float value;
 
-  void load(const uint8_t* row, const RowLayout& l, int64_t, int64_t) {
+  void load(const uint8_t* row, const RowLayout& l, const BlockPlaces& = {}) {
     memcpy(&value, row + l.scales_offset, 4);
     value = value / (l.format == kFP8 ? kFP8Max : kInt8Max);
   }

@@ -273,13 +273,13 @@ class WeightRows {
   static int64_t codes_at(int64_t unit) { return unit / kGroupUnits * D::kCodeBytes; }
 
   void begin(const uint8_t* rows, int64_t count) {
-    if (Scales::kWholeRow)
-      for (int64_t r = 0; r < count; ++r) scales[r].load(rows + r * l.row_bytes, l, 0, l.in_features);
+    if constexpr (Scales::kWholeRow)
+      for (int64_t r = 0; r < count; ++r) scales[r].load(rows + r * l.row_bytes, l);
   }
 
   void decode(int64_t r, const uint8_t* row, int64_t unit, int64_t count, float* out, const uint8_t* next, int64_t next_unit) const {
     const auto place = [&](int64_t g, int i) __attribute__((always_inline)) { return out + (g * Product::kVectors + i) * L::kVectorStep; };
-    decode_row<Product, codes>(decoder, row, l, unit / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits, place,
+    decode_row<Product, codes>(decoder, row, l, RowPart(l, unit / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits), place,
                                Scales::kWholeRow ? scales + r : nullptr, L::kFetchDecoding ? next + codes_at(next_unit) : nullptr);
     if (!Scales::kWholeRow) prefetch(next + scales_at(l, next_unit * Product::kUnitElements));
   }

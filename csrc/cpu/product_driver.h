@@ -54,6 +54,20 @@ inline const T* address(const std::optional<T>& value) {
   return value ? &*value : nullptr;
 }
 
+// body(block, first group, end group) for `blocks` times `groups` of columns, shared out over threads. The first threads get one group more
+// where they do not divide evenly, and begin at the end: a last group may be half of one (K = 576).
+template <class Body>
+void parallel_groups(int64_t blocks, int64_t groups, int64_t grain, const Body& body) {
+  const int64_t all = blocks * groups;
+  parallel_rows(all, grain, [&](int64_t first, int64_t last) {
+    for (int64_t work = all - last; work < all - first;) {
+      const int64_t group = work % groups, group_end = std::min(groups, group + all - first - work);
+      body(work / groups, group, group_end);
+      work += group_end - group;
+    }
+  });
+}
+
 // body(first token, tokens, begin, end) for few tokens, kPassTokens at a time, and [row_begin, row_end). Of more passes all take `block`
 // rows before the next ones: their codes come from memory once.
 template <class Body>
