@@ -101,7 +101,7 @@ void backward(const uint8_t* packed, int64_t rows, int64_t group_begin, int64_t 
       };
       sums.add(grads, round_up(units_of<Product>(reduced), kUnitMultiple<Product>), last, fill);
     };
-    const RowPart part(l, g0, groups);
+    const RowPart<Product, codes> part(l, g0, groups);
     const int64_t scales = scales_at(l, g0 * kGroup);
     add(rows, grad, !low_rank, [&](int64_t n, const auto& place) __attribute__((always_inline)) {
       const uint8_t *const row = packed + n * l.row_bytes, *const next = row + kRowsAhead * l.row_bytes;

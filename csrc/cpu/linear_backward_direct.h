@@ -95,7 +95,7 @@ template <int R, int M, class Product, Codes codes>
     const int64_t last = g0 + kStretchGroups < end ? g0 + kStretchGroups : end, start = g0 * kGroup;
     const int64_t count = last * kGroup < l.in_features ? (last - g0) * kGroup : l.in_features - start, groups = count / kGroup;
     typename D::Scales scales[R];
-    const BlockPlaces places(l, start, count);
+    const typename D::Scales::Places places(l, start, count);
     for (int r = 0; r < R; ++r) scales[r].load(row + r * l.row_bytes, l, places);
     TailCodes<codes> tails[R];
     const uint8_t* c = row + g0 * D::kCodeBytes;

@@ -113,7 +113,7 @@ constexpr Magnitudes kMagnitudes;
 struct RowTable : RowScale {
   __m512i low[2], high[2];
 
-  void load(const uint8_t* row, const RowLayout& l, const BlockPlaces& = {}) {
+  void load(const uint8_t* row, const RowLayout& l, const Places& = {}) {
     RowScale::load(row, l);
     const __m512 factor = _mm512_set1_ps(l.format == kFP8 ? value * 256.0f : value);
     const __m512i even_bytes = _mm512_set_epi8(126, 124, 122, 120, 118, 116, 114, 112, 110, 108, 106, 104, 102, 100, 98, 96,  //

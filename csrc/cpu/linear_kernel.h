@@ -195,7 +195,7 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
     const int64_t count = start + kStretch < l.in_features ? kStretch : l.in_features - start;
     const int64_t groups = count / kGroup, first = start / kGroup;
     typename D::Scales scales[R];
-    const BlockPlaces places(l, start, count);
+    const typename D::Scales::Places places(l, start, count);
     for (int r = 0; r < R; ++r) scales[r].load(base + r * l.row_bytes, l, places);
     for (int64_t g = 0; g < groups; ++g) {
       const float* p = x + (first + g) * kGroupUnits;
@@ -334,9 +334,10 @@ template <class Product, int R, int G, bool kStores = false>
 constexpr int64_t kRowsAhead = 16;  // rows of a backward panel whose codes are on their way
 
 // Which elements a part of a panel has of each of its rows: groups [first, first + count), or to the end of a row.
+template <class Product, Codes codes>
 struct RowPart {
   int64_t first, whole, rest;  // whole groups; elements of a last one
-  BlockPlaces places, rest_places;
+  typename Decoder<Product, codes>::PanelScales::Places places, rest_places;
 
   RowPart(const RowLayout& l, int64_t first, int64_t count) : first(first) {
     const int64_t start = first * kGroup, length = start + count * kGroup < l.in_features ? count * kGroup : l.in_features - start;
@@ -353,7 +354,7 @@ struct RowPart {
 // is there. `loaded`: the row's scale, where one holds for all of it. `next`: as many codes that are fetched meanwhile.
 template <class Product, Codes codes, bool kInOrder = false, class Place>
 [[gnu::always_inline]] inline void decode_row(const Decoder<Product, codes>& decoder, const uint8_t* row, const RowLayout& l,
-                                              const RowPart& part, const Place& place,
+                                              const RowPart<Product, codes>& part, const Place& place,
                                               const typename Decoder<Product, codes>::PanelScales* loaded = nullptr,
                                               const uint8_t* next = nullptr) {
   using D = Decoder<Product, codes>;

@@ -46,6 +46,7 @@ class BlockPlaces {
 
 // Decoded scales, for groups that are decoded between other work: a row's come at once.
 struct BlockScales {
+  using Places = BlockPlaces;
   static constexpr bool kWholeRow = false;
   static constexpr bool kInPlace = false;
   float value[kStretch / 32 + 4];  // 4 more, zero: vector loads may look past the last block
@@ -67,6 +68,7 @@ struct BlockScales {
 // -dq are decoded. It may point into itself.
 class ScalesInPlace {
  public:
+  using Places = BlockPlaces;
   static constexpr bool kWholeRow = false;
   static constexpr bool kInPlace = true;  // nothing past those of a group may be read
 
@@ -111,11 +113,15 @@ class ScalesInPlace {
 
 // The one scale of a row of 8-bit codes.
 struct RowScale {
+  struct Places {
+    Places() = default;
+    Places(const RowLayout&, int64_t, int64_t) {}
+  };
   static constexpr bool kWholeRow = true;
   static constexpr bool kInPlace = false;
   float value;
 
-  void load(const uint8_t* row, const RowLayout& l, const BlockPlaces& = {}) {
+  void load(const uint8_t* row, const RowLayout& l, const Places& = {}) {
     memcpy(&value, row + l.scales_offset, 4);
     value = value / (l.format == kFP8 ? kFP8Max : kInt8Max);
   }

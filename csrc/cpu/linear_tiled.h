@@ -279,8 +279,9 @@ class WeightRows {
 
   void decode(int64_t r, const uint8_t* row, int64_t unit, int64_t count, float* out, const uint8_t* next, int64_t next_unit) const {
     const auto place = [&](int64_t g, int i) __attribute__((always_inline)) { return out + (g * Product::kVectors + i) * L::kVectorStep; };
-    decode_row<Product, codes>(decoder, row, l, RowPart(l, unit / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits), place,
-                               Scales::kWholeRow ? scales + r : nullptr, L::kFetchDecoding ? next + codes_at(next_unit) : nullptr);
+    const RowPart<Product, codes> part(l, unit / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits);
+    decode_row<Product, codes>(decoder, row, l, part, place, Scales::kWholeRow ? scales + r : nullptr,
+                               L::kFetchDecoding ? next + codes_at(next_unit) : nullptr);
     if (!Scales::kWholeRow) prefetch(next + scales_at(l, next_unit * Product::kUnitElements));
   }
 

@@ -42,7 +42,8 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
   const int64_t start = first * kElements, left = l.in_features - start, length = count * kElements < left ? count * kElements : left;
   const int64_t whole = length / kGroup;
   typename D::PanelScales scales[kLanes];
-  const BlockPlaces places(l, start, whole * kGroup), tail_places(l, start + whole * kGroup, length - whole * kGroup);
+  const typename D::PanelScales::Places places(l, start, whole * kGroup);
+  const typename D::PanelScales::Places rest_places(l, start + whole * kGroup, length - whole * kGroup);
   for (int64_t r = 0; r < rows && r < kLanes; ++r) scales[r].load(packed + r * l.row_bytes, l, places);
   alignas(64) float block[kLanes * kStride] = {};  // zeros where there is no row
   const auto byte_of = [](int64_t unit) { return unit / kGroupUnits * D::kCodeBytes; };
@@ -57,7 +58,7 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
       TailCodes<codes> tail;
       const uint8_t* group = codes_of_group(packed + r * l.row_bytes, l, (first + u) / kGroupUnits, tail);
       if constexpr (!D::PanelScales::kWholeRow)
-        if (g == whole) scales[r].load_tail(packed + r * l.row_bytes, l, tail_places);
+        if (g == whole) scales[r].load_tail(packed + r * l.row_bytes, l, rest_places);
       decoder.template scaled<true>(group, scales[r], g < whole ? g : 0, v);
 #pragma GCC unroll 8
       for (int i = 0; i < Product::kVectors; ++i) store_values(block + r * kStride + i * kLanes, v[i]);
@@ -83,7 +84,7 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
   static_assert(Product::kUnitElements == 1 && kLanes == 16);
   alignas(64) float scales[(ColumnLayout<Product>::kTurnedUnits + kBlock - 1) / kBlock][kLanes] = {};  // zeros where there is no row
   if (rows > kLanes) rows = kLanes;
-  const BlockPlaces places(l, first, count);
+  const typename D::PanelScales::Places places(l, first, count);
   for (int64_t r = 0; r < rows; ++r) {
     typename D::PanelScales of_row;
     of_row.load(packed + r * l.row_bytes, l, places);
