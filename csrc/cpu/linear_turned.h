@@ -30,6 +30,18 @@ constexpr ColumnShape turned_shape(int64_t rows, int64_t all_units) {
   return {round_up((rows + blocks - 1) / blocks, ColumnLayout<Product>::kRun), most.units};
 }
 
+// What fill_turned fetches: it reads bytes [first, end) of the codes of kLanes rows, and 16 rows are too many for the CPU to see where they
+// go on.
+struct CodesAhead {
+  const uint8_t* packed;
+  int64_t row_bytes, first, end;
+  // Of the first row, the byte that is read 256 bytes after `at`; past the end those of the kLanes rows behind.
+  const uint8_t* from(int64_t at) const {
+    at += 256;
+    return packed + (at < end ? at : kLanes * row_bytes + at - end + first);
+  }
+};
+
 // kLanes columns of a panel's run: `count` units, of a weight's `rows` rows, the first kLanes of them at most, from unit `first` on.
 template <class Product, Codes codes>
 inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* packed, int64_t rows, const RowLayout& l, int64_t first,
@@ -37,8 +49,6 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
   using D = Decoder<Product, codes>;
   constexpr int64_t kRun = ColumnLayout<Product>::kRun, kElements = Product::kUnitElements, kGroupUnits = kGroup / kElements;
   constexpr int64_t kStride = kGroupUnits + 16;  // rows would share L1 sets
-  // Of codes that are fetched: 16 rows are too many for the CPU to see where they go on. At their ends those of the rows behind.
-  constexpr int64_t kAhead = 256;
   const int64_t start = first * kElements, left = l.in_features - start, length = count * kElements < left ? count * kElements : left;
   const int64_t whole = length / kGroup;
   typename D::PanelScales scales[kLanes];
@@ -47,10 +57,9 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
   for (int64_t r = 0; r < rows && r < kLanes; ++r) scales[r].load(packed + r * l.row_bytes, l, places);
   alignas(64) float block[kLanes * kStride] = {};  // zeros where there is no row
   const auto byte_of = [](int64_t unit) { return unit / kGroupUnits * D::kCodeBytes; };
-  const int64_t first_byte = byte_of(first), end_byte = byte_of(round_up(first + count, kGroupUnits));
+  const CodesAhead ahead{packed, l.row_bytes, byte_of(first), byte_of(round_up(first + count, kGroupUnits))};
   for (int64_t u = 0; u < count; u += kGroupUnits, panel += kGroupUnits * kRun) {
-    const int64_t at = byte_of(first + u) + kAhead;
-    const uint8_t* const next = packed + (at < end_byte ? at : kLanes * l.row_bytes + at - end_byte + first_byte);
+    const uint8_t* const next = ahead.from(byte_of(first + u));
     const int64_t g = u / kGroupUnits;
     for (int64_t r = 0; r < rows && r < kLanes; ++r) {
       for (int64_t i = 0; kLanes == 16 && i < D::kCodeBytes; i += 64) prefetch(next + r * l.row_bytes + i);
@@ -79,7 +88,7 @@ template <class Product, Codes codes>
 inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* packed, int64_t rows, const RowLayout& l, int64_t first,
                         int64_t count, float* panel) {
   using D = Decoder<Product, codes>;
-  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kOfDword = D::kDwordElements, kOfLine = kLanes * kOfDword, kAhead = 256;
+  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kOfDword = D::kDwordElements, kOfLine = kLanes * kOfDword;
   constexpr int64_t kBlock = codes == Codes::kFourBit32 ? 32 : four_bit(codes) ? 64 : kStretch;  // elements of one scale at least
   static_assert(Product::kUnitElements == 1 && kLanes == 16);
   alignas(64) float scales[(ColumnLayout<Product>::kTurnedUnits + kBlock - 1) / kBlock][kLanes] = {};  // zeros where there is no row
@@ -90,10 +99,9 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
     of_row.load(packed + r * l.row_bytes, l, places);
     for (int64_t b = 0; b * kBlock < count; ++b) scales[b][r] = D::scale_at(of_row, b * (kBlock / 32));
   }
-  const int64_t first_byte = first / kOfDword * 4, end_byte = (first + count + kOfDword - 1) / kOfDword * 4;
-  for (int64_t u = 0, byte = first_byte; u < count; u += kOfLine, byte += 64, panel += kOfLine * kRun) {
-    const int64_t at = byte + kAhead;
-    const uint8_t* const next = packed + (at < end_byte ? at : kLanes * l.row_bytes + at - end_byte + first_byte);
+  const CodesAhead ahead{packed, l.row_bytes, first / kOfDword * 4, (first + count + kOfDword - 1) / kOfDword * 4};
+  for (int64_t u = 0, byte = ahead.first; u < count; u += kOfLine, byte += 64, panel += kOfLine * kRun) {
+    const uint8_t* const next = ahead.from(byte);
     alignas(64) float turned[kLanes * kLanes];
     turn_rows(
         [&](int r) __attribute__((always_inline)) {
