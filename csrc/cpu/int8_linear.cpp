@@ -105,7 +105,7 @@ void by_steps(int64_t row_begin, int64_t row_end, int64_t step, const Body& body
 void multiply_rows(const Int8Product& p) {
   const CallScratch scratch(p.x, direct_tokens_bytes(p.tokens, p.layout));
   const DirectTokens direct = p.last_tokens(p.tokens, scratch.data());
-  parallel_rows(p.rows, row_grain(p.layout.in_features),
+  parallel_rows(p.rows, row_grain(p.layout.in_features * p.tokens),
                 [&](int64_t begin, int64_t end) { direct.multiply(p.packed, begin, end, p.target); });
 }
 

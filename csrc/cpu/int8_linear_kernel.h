@@ -174,13 +174,20 @@ class CodeRows {
     }
   }
 
-  void decode(int64_t r, const uint8_t* row, int64_t unit, int64_t count, float* out, const uint8_t* next, int64_t next_unit) {
+  struct Part {
+    int64_t unit, count, coded;  // units, and how many of them have a code
+  };
+
+  Part part(int64_t unit, int64_t count) const {
+    const int64_t left = (l.in_features + kElements - 1) / kElements - unit;
+    return {unit, count, count < left ? count : left};
+  }
+
+  void decode(int64_t r, const uint8_t* row, const Part& part, float* out, const uint8_t* next, int64_t next_unit) {
     // Up to 3 bytes past the codes are read: the zeros between codes and scale.
-    const int64_t given = (l.in_features + kElements - 1) / kElements;
-    const int64_t here = unit + count < given ? count : given - unit;
-    offset[r] += uint32_t(Int8Units::weights<L::kVectorStep>(row + codes_at(unit), here, out));
+    offset[r] += uint32_t(Int8Units::weights<L::kVectorStep>(row + codes_at(part.unit), part.coded, out));
     if (L::kFetchDecoding)
-      for (int64_t i = 0; i < count * kElements; i += 64) prefetch(next + codes_at(next_unit) + i);
+      for (int64_t i = 0; i < part.count * kElements; i += 64) prefetch(next + codes_at(next_unit) + i);
   }
 
   void finish(int64_t n0, int64_t rows, int64_t first, int64_t count, const L::Sums& sums) const {

@@ -100,14 +100,14 @@ template <int R, int M, class Product, Codes codes>
     TailCodes<codes> tails[R];
     const uint8_t* c = row + g0 * D::kCodeBytes;
     int64_t stride = l.row_bytes;
-    for (int64_t g = 0; g < last - g0; ++g, c += D::kCodeBytes) {
+    for (int64_t g = 0, of_scales = 0; g < last - g0; ++g, ++of_scales, c += D::kCodeBytes) {
       if (g == groups) {  // the last one, where it is not whole
-        for (int r = 0; r < R; ++r) tails[r].load(row + r * l.row_bytes, l, last - 1);
+        of_scales = load_tails<R, codes>(row, l, start, g, tails, scales);
         c = tails[0].bytes;
         stride = sizeof(TailCodes<codes>);
       }
       next.lines(share);
-      add_group<R, M, Product, codes>(decoder, c, stride, scales, g, grads, sums + start + g * kGroup, sums_stride, first);
+      add_group<R, M, Product, codes>(decoder, c, stride, scales, of_scales, grads, sums + start + g * kGroup, sums_stride, first);
     }
   }
 }

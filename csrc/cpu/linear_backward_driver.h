@@ -61,7 +61,7 @@ inline void backward_direct(const Backward& b) {
   const auto [step, slices, sums_bytes] = RowSlices(b);
   const CallScratch scratch(b.grad, sums_bytes);
   auto* const sums = static_cast<float*>(scratch.data());
-  parallel_groups(slices, groups, row_grain(step * table.group), [&](int64_t slice, int64_t group, int64_t group_end) {
+  parallel_groups(slices, groups, row_grain(step * table.group * b.tokens), [&](int64_t slice, int64_t group, int64_t group_end) {
     const int64_t row = slice * step;
     table.backward_direct(b.packed + row * b.layout.row_bytes, std::min(step, b.rows - row), group, group_end, b.layout, b.compute,
                           at_row(b.grad, row, 1), b.dtype, b.rows, b.tokens, sums + slice * b.tokens * stride, stride);

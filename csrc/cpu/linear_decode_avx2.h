@@ -93,6 +93,7 @@ constexpr int element_at(int position) {
 
 template <class Product, Codes codes>
 struct Decoder : ScalesOf<codes> {
+  using DirectScales = typename ScalesOf<codes>::PanelScales;  // of one row at a time: a copy takes as long as a group or two
   static constexpr int kCodeBytes = four_bit(codes) ? kGroup / 2 : kGroup;
   // The codebook's fp32 values split into 4 byte planes: 16-entry byte lookups are one instruction for 32 codes, and
   // unpacking puts the bytes together again. 24 shuffles for 64 exact values; vpermps would take 64 and 8 blends.

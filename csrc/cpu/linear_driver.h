@@ -88,7 +88,7 @@ inline void forward_direct(const Forward& f) {
   for (int64_t m = 0; m < f.tokens; m += kPassTokens)
     table.prepare_direct(at_row(f.x, m, K), f.dtype, std::min(f.tokens - m, kPassTokens), f.layout, f.compute, units + m * token_bytes);
   low.prepare(f);
-  parallel_rows(f.rows, row_grain(K), [&](int64_t begin, int64_t end) {
+  parallel_rows(f.rows, row_grain(K * f.tokens), [&](int64_t begin, int64_t end) {
     by_passes(f.tokens, begin, end, 16, [&](int64_t m, int64_t tokens, int64_t row, int64_t row_end) {
       const auto addend = low.addend(m);
       table.direct(f.packed, row, row_end, f.layout, f.compute, units + m * token_bytes, tokens, address(addend), f.target.from(m, 0));

@@ -42,7 +42,7 @@ constexpr int word_at(int position) {
 template <Codes codes>
 struct Decoder<Int16, codes> {
   using Exact = Decoder<Float32, codes>;
-  using Scales = typename Exact::Scales;
+  using DirectScales = typename Exact::DirectScales;
   static constexpr int kCodeBytes = Exact::kCodeBytes;
   Exact exact;
   __m256i low, high;  // bytes of the 16 codes
@@ -115,7 +115,7 @@ template <int M, Codes codes>
 }
 
 template <int R, int M, Codes codes>
-inline void direct_group(const Decoder<Int16, codes>& decoder, const uint8_t* c, int64_t, const BlockScales* s, int64_t group,
+inline void direct_group(const Decoder<Int16, codes>& decoder, const uint8_t* c, int64_t, const ScalesInPlace* s, int64_t group,
                          const float* x, Vector sums[R][M]) {
   static_assert(R == 1);
   Vector* const sum = sums[0];

@@ -80,6 +80,21 @@ struct TailCodes {
   }
 };
 
+// The last group of R rows, where it is not whole, `group` groups behind the element `start`: its codes -> tails; returns where its scales
+// are among `scales`.
+template <int R, Codes codes, class Scales>
+inline int64_t load_tails(const uint8_t* rows, const RowLayout& l, int64_t start, int64_t group, TailCodes<codes> tails[R],
+                          Scales scales[R]) {
+  const int64_t first = start + group * kGroup;
+  for (int r = 0; r < R; ++r) tails[r].load(rows + r * l.row_bytes, l, first / kGroup);
+  if constexpr (Scales::kInPlace) {
+    const typename Scales::Places places(l, first, l.in_features - first);
+    for (int r = 0; r < R; ++r) scales[r].load_tail(rows + r * l.row_bytes, l, places);
+    return 0;
+  }
+  return group;
+}
+
 // The codes of a row's group, whole or its last one. What follows 4-bit codes in a row is as good as codes: there is no NaN among them.
 template <Codes codes>
 inline const uint8_t* codes_of_group(const uint8_t* row, const RowLayout& l, int64_t group, TailCodes<codes>& tail) {
@@ -95,7 +110,7 @@ inline const uint8_t* codes_of_group(const uint8_t* row, const RowLayout& l, int
 // One group of R rows, `stride` bytes apart, for M tokens.
 template <int R, int M, class Product, Codes codes>
 inline void direct_group(const Decoder<Product, codes>& decoder, const uint8_t* c, int64_t stride,
-                         const typename Decoder<Product, codes>::Scales* s, int64_t group, const float* x, Vector sum[R][M]) {
+                         const typename Decoder<Product, codes>::DirectScales* s, int64_t group, const float* x, Vector sum[R][M]) {
   constexpr int kVectors = Product::kVectors;
   if constexpr (Product::kUnitElements == 1) {
     // One multiplication by the scales for each token's group is cheaper than one for each decoded vector.
@@ -107,8 +122,7 @@ inline void direct_group(const Decoder<Product, codes>& decoder, const uint8_t* 
 #pragma GCC unroll 8
       for (int m = 0; m < M; ++m) {
         const float* p = x + m * kVectors * kLanes;
-        Vector even = Product::multiply_add(v[0], Product::load(p), zero_vector());
-        Vector odd = Product::multiply_add(v[1], Product::load(p + kLanes), zero_vector());
+        Vector even = v[0] * Product::load(p), odd = v[1] * Product::load(p + kLanes);
 #pragma GCC unroll 8
         for (int i = 2; i < kVectors; i += 2) {
           even = Product::multiply_add(v[i], Product::load(p + i * kLanes), even);
@@ -180,11 +194,15 @@ class NextRows {
   bool to_l1_;
 };
 
-// `share`: bytes of R rows for each group of a row.
+constexpr int64_t kStoredRows = 16;  // whose outputs are rounded and stored together
+
+// Sums of R rows and M tokens -> results (M, kStoredRows). `share`: bytes of R rows for each group of a row. `places`: of the first stretch.
 template <class Product, Codes codes, int R, int M>
 inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, int64_t share, const Decoder<Product, codes>& decoder,
-                        const float* x, const LowRank* low_rank, const LinearOutput& output) {
+                        const typename Decoder<Product, codes>::DirectScales::Places& places, const float* x, const LowRank* low_rank,
+                        float* results) {
   using D = Decoder<Product, codes>;
+  using Scales = typename D::DirectScales;
   constexpr int kGroupUnits = direct_units<Product>(M);
   Vector sum[R][M];
   for (int r = 0; r < R; ++r)
@@ -194,9 +212,9 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
   for (int64_t start = 0; start < l.in_features; start += kStretch) {
     const int64_t count = start + kStretch < l.in_features ? kStretch : l.in_features - start;
     const int64_t groups = count / kGroup, first = start / kGroup;
-    typename D::Scales scales[R];
-    const typename D::Scales::Places places(l, start, count);
-    for (int r = 0; r < R; ++r) scales[r].load(base + r * l.row_bytes, l, places);
+    Scales scales[R];
+    const typename Scales::Places of_stretch = start == 0 ? places : typename Scales::Places(l, start, count);
+    for (int r = 0; r < R; ++r) scales[r].load(base + r * l.row_bytes, l, of_stretch);
     for (int64_t g = 0; g < groups; ++g) {
       const float* p = x + (first + g) * kGroupUnits;
       const uint8_t* c = base + (first + g) * D::kCodeBytes;
@@ -205,16 +223,13 @@ inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, 
     }
     if (groups * kGroup < count) {
       TailCodes<codes> tails[R];
-      for (int r = 0; r < R; ++r) tails[r].load(base + r * l.row_bytes, l, first + groups);
-      direct_group<R, M>(decoder, tails[0].bytes, sizeof(TailCodes<codes>), scales, groups, x + (first + groups) * kGroupUnits, sum);
+      const int64_t group = load_tails<R, codes>(base, l, start, groups, tails, scales);
+      direct_group<R, M>(decoder, tails[0].bytes, sizeof(TailCodes<codes>), scales, group, x + (first + groups) * kGroupUnits, sum);
     }
   }
   if (low_rank) direct_low_rank<Product, R, M>(*low_rank, row, sum);
-  for (int m = 0; m < M; ++m) {
-    float result[R];
-    for (int r = 0; r < R; ++r) result[r] = horizontal_sum(sum[r][m]);
-    store_output<Product>(output, m, row, result, R);
-  }
+  for (int m = 0; m < M; ++m)
+    for (int r = 0; r < R; ++r) results[m * kStoredRows + r] = horizontal_sum(sum[r][m]);
 }
 
 template <class Product, Codes codes, int M>
@@ -224,9 +239,18 @@ void direct(const uint8_t* packed, int64_t row_begin, int64_t row_end, const Row
   const Decoder<Product, codes> decoder(l);
   const float* x = static_cast<const float*>(units);
   const int64_t share = R * l.row_bytes / ((l.in_features + kGroup - 1) / kGroup);
-  int64_t row = row_begin;
-  for (; row + R <= row_end; row += R) direct_rows<Product, codes, R, M>(packed, row, l, share, decoder, x, low_rank, output);
-  for (; row < row_end; ++row) direct_rows<Product, codes, 1, M>(packed, row, l, share / R, decoder, x, low_rank, output);
+  const typename Decoder<Product, codes>::DirectScales::Places places(l, 0, l.in_features < kStretch ? l.in_features : kStretch);
+  float results[M * kStoredRows];
+  for (int64_t first = row_begin, end; first < row_end; first = end) {
+    end = first + kStoredRows < row_end ? first + kStoredRows : row_end;
+    int64_t row = first;
+    for (; row + R <= end; row += R)
+      direct_rows<Product, codes, R, M>(packed, row, l, share, decoder, places, x, low_rank, results + row - first);
+    if constexpr (R > 1)
+      for (; row < end; ++row)
+        direct_rows<Product, codes, 1, M>(packed, row, l, share / R, decoder, places, x, low_rank, results + row - first);
+    for (int m = 0; m < M; ++m) store_output<Product>(output, m, first, results + m * kStoredRows, end - first);
+  }
 }
 
 // ---- micro-kernel: sums (R, G vectors) += a (R, units), broadcast, times b (units, G vectors) ------------------------

@@ -127,11 +127,12 @@ struct RowScale {
   }
 };
 
-// Scales of a row's direct products, and of its part of a panel.
-template <class Direct, class Panel = Direct>
+// Scales of rows that take turns, of a row's part of a panel, and of the forward's direct products, for which a decoder may name others.
+template <class Copied, class Panel = Copied>
 struct ScaleTypes {
-  using Scales = Direct;
+  using Scales = Copied;
   using PanelScales = Panel;
+  using DirectScales = Copied;
 };
 template <Codes codes>
 struct ScalesOf : ScaleTypes<BlockScales, ScalesInPlace> {};

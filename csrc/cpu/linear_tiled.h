@@ -149,7 +149,8 @@ struct Layout<Product> {
 // tokens; their sums stay in L2 from one panel of units to the next. What is stored while the next strip is multiplied takes no time.
 // `Rows` says how:
 //   begin(rows, count)                                   `count` rows of the next sums
-//   decode(r, row, unit, count, out, next, next_unit)    units of row r of them; row `next`, from its `next_unit` on, is decoded later
+//   part(unit, count)                                    what decode has to know of so many units from `unit` on
+//   decode(r, row, part, out, next, next_unit)           these of row r; row `next`, from its `next_unit` on, is decoded later
 //   codes_at(unit), kLineUnits                           where a unit's code is in a row; units in 64 bytes of codes
 //   finish(first_row, count, first_token, tokens, sums)  their sums of a strip are complete, and still in L2
 template <class Product, class Rows>
@@ -169,6 +170,7 @@ inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_en
     rows.begin(packed + n0 * row_bytes, of_panel);
     for (int64_t u0 = 0; u0 < all; u0 += shape.units) {
       const int64_t count = u0 + shape.units < all ? shape.units : all - u0;
+      const auto part = rows.part(u0, count);
       for (int64_t r0 = 0; r0 < of_panel; r0 += L::kDecodedRows) {
         const int64_t decoded = r0 + L::kDecodedRows < of_panel ? L::kDecodedRows : of_panel - r0;
         const int64_t padded = round_up(decoded, L::kBlockRows);
@@ -176,8 +178,7 @@ inline void walk_panels(const uint8_t* packed, int64_t row_begin, int64_t row_en
         const int64_t next_unit = last ? 0 : last_rows ? u0 + count : u0;
         const uint8_t* next_row = packed + (last ? n0 + of_panel : last_rows ? n0 : n0 + r0 + decoded) * row_bytes;
         for (int64_t r = 0; r < decoded; ++r)
-          rows.decode(r0 + r, packed + (n0 + r0 + r) * row_bytes, u0, count, L::panel_row(shape, panel, r), next_row + r * row_bytes,
-                      next_unit);
+          rows.decode(r0 + r, packed + (n0 + r0 + r) * row_bytes, part, L::panel_row(shape, panel, r), next_row + r * row_bytes, next_unit);
         for (int64_t r = decoded; r < padded; ++r)
           for (int64_t v = 0; v < count; v += kLanes) memset(L::panel_row(shape, panel, r) + v / kLanes * L::kVectorStep, 0, 4 * kLanes);
         // The line that the next codes end in: the one that they begin in came with what lies before them.
@@ -262,6 +263,7 @@ class WeightRows {
   using L = Layout<Product>;
   using D = Decoder<Product, codes>;
   using Scales = typename D::PanelScales;
+  using Part = RowPart<Product, codes>;
   static constexpr int64_t kGroupUnits = kGroup / Product::kUnitElements;
 
  public:
@@ -277,9 +279,10 @@ class WeightRows {
       for (int64_t r = 0; r < count; ++r) scales[r].load(rows + r * l.row_bytes, l);
   }
 
-  void decode(int64_t r, const uint8_t* row, int64_t unit, int64_t count, float* out, const uint8_t* next, int64_t next_unit) const {
+  Part part(int64_t unit, int64_t count) const { return {l, unit / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits}; }
+
+  void decode(int64_t r, const uint8_t* row, const Part& part, float* out, const uint8_t* next, int64_t next_unit) const {
     const auto place = [&](int64_t g, int i) __attribute__((always_inline)) { return out + (g * Product::kVectors + i) * L::kVectorStep; };
-    const RowPart<Product, codes> part(l, unit / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits);
     decode_row<Product, codes>(decoder, row, l, part, place, Scales::kWholeRow ? scales + r : nullptr,
                                L::kFetchDecoding ? next + codes_at(next_unit) : nullptr);
     if (!Scales::kWholeRow) prefetch(next + scales_at(l, next_unit * Product::kUnitElements));

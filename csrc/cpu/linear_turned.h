@@ -47,14 +47,11 @@ template <class Product, Codes codes>
 inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* packed, int64_t rows, const RowLayout& l, int64_t first,
                         int64_t count, float* panel) {
   using D = Decoder<Product, codes>;
-  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kElements = Product::kUnitElements, kGroupUnits = kGroup / kElements;
+  constexpr int64_t kRun = ColumnLayout<Product>::kRun, kGroupUnits = kGroup / Product::kUnitElements;
   constexpr int64_t kStride = kGroupUnits + 16;  // rows would share L1 sets
-  const int64_t start = first * kElements, left = l.in_features - start, length = count * kElements < left ? count * kElements : left;
-  const int64_t whole = length / kGroup;
+  const RowPart<Product, codes> part(l, first / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits);
   typename D::PanelScales scales[kLanes];
-  const typename D::PanelScales::Places places(l, start, whole * kGroup);
-  const typename D::PanelScales::Places rest_places(l, start + whole * kGroup, length - whole * kGroup);
-  for (int64_t r = 0; r < rows && r < kLanes; ++r) scales[r].load(packed + r * l.row_bytes, l, places);
+  for (int64_t r = 0; r < rows && r < kLanes; ++r) scales[r].load(packed + r * l.row_bytes, l, part.places);
   alignas(64) float block[kLanes * kStride] = {};  // zeros where there is no row
   const auto byte_of = [](int64_t unit) { return unit / kGroupUnits * D::kCodeBytes; };
   const CodesAhead ahead{packed, l.row_bytes, byte_of(first), byte_of(round_up(first + count, kGroupUnits))};
@@ -67,8 +64,8 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
       TailCodes<codes> tail;
       const uint8_t* group = codes_of_group(packed + r * l.row_bytes, l, (first + u) / kGroupUnits, tail);
       if constexpr (!D::PanelScales::kWholeRow)
-        if (g == whole) scales[r].load_tail(packed + r * l.row_bytes, l, rest_places);
-      decoder.template scaled<true>(group, scales[r], g < whole ? g : 0, v);
+        if (g == part.whole) scales[r].load_tail(packed + r * l.row_bytes, l, part.rest_places);
+      decoder.template scaled<true>(group, scales[r], g < part.whole ? g : 0, v);
 #pragma GCC unroll 8
       for (int i = 0; i < Product::kVectors; ++i) store_values(block + r * kStride + i * kLanes, v[i]);
     }

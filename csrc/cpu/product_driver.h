@@ -46,8 +46,8 @@ inline const char* at_row(const Tensor& t, int64_t row, int64_t row_elements) {
   return static_cast<const char*>(t.const_data_ptr()) + row * row_elements * int64_t(t.element_size());
 }
 
-// Rows a thread should get at least: dividing less work costs more than it gains.
-inline int64_t row_grain(int64_t work_per_row) { return 1 + (int64_t(1) << 16) / std::max<int64_t>(work_per_row, 1); }
+// Rows a thread should get at least, by the multiply-adds of each: dividing less work costs more than it gains.
+inline int64_t row_grain(int64_t work_per_row) { return 1 + (int64_t(1) << 17) / std::max<int64_t>(work_per_row, 1); }
 
 template <class T>
 inline const T* address(const std::optional<T>& value) {
