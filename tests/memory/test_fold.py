@@ -203,11 +203,11 @@ def test_what_fits_fits_and_one_more_does_not(tmp_path: Path, vary: str, checkpo
     plan = halfbyte.plan(source, batch_size=1, seq_len=64, checkpointing=checkpointing, format="nf4", lora_rank=4)
     assert plan.sizes is not None
     for memory in (9_000_000, 30_000_000):
+        known = len(plan.sizes._steps)
         size = plan.fits(memory, vary=vary)
+        assert len(plan.sizes._steps) - known < 6  # one or two more where kernels keep scratch by steps (AVX2)
         at, above = ((n, 64) if vary == "batch_size" else (1, n) for n in (size, size + 1))
-        simulated = len(plan.sizes._steps)
         assert sum(plan.sizes.rows(*at).values()) <= memory < sum(plan.sizes.rows(*above).values())
-    assert simulated < 8
 
 
 @pytest.mark.slow
