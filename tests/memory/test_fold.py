@@ -205,7 +205,7 @@ def test_what_fits_fits_and_one_more_does_not(tmp_path: Path, vary: str, checkpo
     for memory in (9_000_000, 30_000_000):
         known = len(plan.sizes._steps)
         size = plan.fits(memory, vary=vary)
-        assert len(plan.sizes._steps) - known < 6  # one or two more where kernels keep scratch by steps (AVX2)
+        assert len(plan.sizes._steps) - known < 6
         at, above = ((n, 64) if vary == "batch_size" else (1, n) for n in (size, size + 1))
         assert sum(plan.sizes.rows(*at).values()) <= memory < sum(plan.sizes.rows(*above).values())
 
