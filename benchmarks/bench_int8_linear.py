@@ -64,7 +64,7 @@ def compare(report: harness.Report, title: str, M: int, name: str, source: Rotat
     int_mm = "torch._int_mm alone (saturates)" if int_mm_saturates(M, K) else "torch._int_mm alone"
     cases = {
         "halfbyte": Case(lambda i: ops.int8_linear(x, packed[i], None, K), bytes=moved, flops=flops),
-        "halfbyte linear": Case(lambda i: ops.linear(x, packed[i], None, "int8", K), bytes=moved, flops=flops),
+        "halfbyte linear": Case(lambda i: ops.linear(x, packed.apart(i), None, "int8", K), bytes=moved, flops=flops),
         "dense": Case(lambda i: F.linear(x, weights[i]), flops=flops),
         int_mm: Case(lambda i: torch._int_mm(q, codes[i]), flops=flops),
     }

@@ -32,7 +32,7 @@ def torch_recipe(dense: Rotated[Tensor], format: str, moved: int) -> Case:
     largest, kind = (127.0, torch.int8) if format == "int8" else (448.0, torch.float8_e4m3fn)
 
     def run(i: int) -> tuple[Tensor, Tensor]:
-        x = dense[i].float()
+        x = dense.apart(i).float()
         absmax = x.abs().amax(-1, keepdim=True)
         scaled = x * (largest / absmax)
         return (scaled.round() if format == "int8" else scaled).to(kind), absmax
@@ -55,7 +55,7 @@ def quantize(report: harness.Report, format: str, dtype_name: str, N: int, K: in
     if bnb is not None and f.bits == 4:
 
         def peer(i: int) -> tuple[Tensor, object]:
-            x = dense[i]
+            x = dense.apart(i)
             return bnb.quantize_4bit(x, blocksize=f.block_size, quant_type=f.codebook, compress_statistics=f.scales == "dq")
 
         cases["bitsandbytes"] = Case(peer, moved)

@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 from floors import floor
-from timing import TURN_CALLS, Case, Timing, interleave, last_level_cache
+from timing import ROUNDS, TURN_CALLS, Case, Timing, interleave, last_level_cache
 
 from halfbyte import _library  # registers torch.ops.halfbyte
 from halfbyte.checkpoint.folder import replace_file
@@ -52,7 +52,7 @@ def arguments(doc: str | None, argv: Sequence[str] | None = None, **extra: Any) 
     """The command line every benchmark shares. `extra`: name -> add_argument keywords for a benchmark's own options."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=0, help="threads for every library (default: as torch starts)")
-    parser.add_argument("--rounds", type=int, default=20, help="interleaved rounds per comparison")
+    parser.add_argument("--rounds", type=int, default=ROUNDS, help="interleaved rounds per comparison")
     parser.add_argument("--seconds", type=float, default=20.0, help="stop a comparison after this long (at least 3 rounds)")
     parser.add_argument("--only", default="", help="run only comparisons whose title contains this")
     parser.add_argument(

@@ -1,18 +1,20 @@
 """Cases timed by turns, in one process, and buffers that no cache holds.
 
 A round gives each case one turn, the next round in the other order (A B B A): drift of the machine hits all of them alike.
-A turn is a call that is not timed, for what the turn before left behind (a core that slept through a single thread, another
-library's threads that still spin), then up to 5 timed ones in a row, as a training step calls it, or 50 ms of them. A case
-gets the number of the call to pick its buffers with. A sample is *quiet* when nothing else was runnable before the turn and
-after the call, and no host took CPU time from this virtual machine during the turn; a case's time is the median of its
-quiet samples, or the lower quintile of all samples when fewer than 5 were quiet (a busy machine only ever adds time). With
-one thread the clock is the thread's own CPU time, which other processes do not add to: the better measurement on a
-machine that is not idle. Times are seconds, sizes bytes, rates per second.
+A turn is a call that is not timed, for what the turn before left behind (a core that slept through a single thread,
+another library's threads that still spin), then up to 5 timed ones in a row, as a training step calls it, or 50 ms of
+them. A case gets the number of the call to pick its buffers with (`rotate`); two cases that use the same ones do so
+half a rotation apart. A sample is *quiet* when nothing else was runnable before the turn and after the call, and no
+host took CPU time from this virtual machine during the turn; a case's time is the median of its quiet samples, or the
+lower quintile of all samples when fewer than 5 were quiet (a busy machine only ever adds time). With one thread the
+clock is the thread's own CPU time, which other processes do not add to: the better measurement on a machine that is not
+idle. Times are seconds, sizes bytes, rates per second.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import statistics
 import time
@@ -24,6 +26,8 @@ from typing import Generic, TypeVar
 import torch
 
 TURN_CALLS, TURN_SECONDS = 5, 0.05  # a turn's timed calls: at most so many, none after so long
+ROUNDS = 20  # before caches are emptied anew
+CALLS = 1 + ROUNDS * (1 + TURN_CALLS)  # of a case in so many rounds, and its first one
 
 T = TypeVar("T")
 
@@ -69,6 +73,10 @@ class Rotated(Generic[T]):
     def __getitem__(self, i: int) -> T:
         return self.items[i % len(self.items)]
 
+    def apart(self, i: int) -> T:
+        """The item half a rotation behind [i]: for a second case, which would find in caches what the first one has read."""
+        return self[i + len(self.items) // 2]
+
     def __iter__(self) -> Iterator[T]:
         return iter(self.items)
 
@@ -77,8 +85,22 @@ class Rotated(Generic[T]):
 
 
 def rotate(make: Callable[[int], T], item_bytes: int) -> Rotated[T]:
-    """`make(0), make(1), ...`: enough items that using them in turn finds none in the last-level cache (at least 2)."""
-    return Rotated(make(i) for i in range(max(2, 1 + -(-2 * last_level_cache() // max(1, item_bytes)))))
+    """`make(0), make(1), ...`: enough items that using them in turn finds none in the last-level cache (at least 2).
+
+    No more than two cases use before `interleave` empties caches: of small items those would be thousands.
+    """
+    past_cache = 1 + -(-2 * last_level_cache() // max(1, item_bytes))
+    return Rotated(make(i) for i in range(max(2, min(past_cache, 2 * CALLS))))
+
+
+@functools.cache
+def _other_data() -> torch.Tensor:
+    return torch.ones(last_level_cache() // 2)  # twice the cache, in floats
+
+
+def empty_caches() -> None:
+    """Reads twice as much as the last-level cache holds."""
+    _other_data().sum()
 
 
 def reuse_memory() -> None:
@@ -110,7 +132,7 @@ def _stolen() -> int:
     return int(Path("/proc/stat").read_text().split("\n", 1)[0].split()[8])
 
 
-def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.0) -> dict[str, Timing]:
+def interleave(cases: Mapping[str, Case], rounds: int = ROUNDS, seconds: float = 20.0) -> dict[str, Timing]:
     """A turn for every case per round, every other round backwards: `rounds` times (at least 3), or for so many seconds."""
     alone = torch.get_num_threads() == 1
     clock = time.thread_time if alone else time.perf_counter
@@ -123,6 +145,8 @@ def interleave(cases: Mapping[str, Case], rounds: int = 20, seconds: float = 20.
     for i in range(rounds):
         if i >= 3 and time.perf_counter() - started > seconds:
             break
+        if i % ROUNDS == 0:
+            empty_caches()
         for name, case in list(cases.items())[:: -1 if i % 2 else 1]:
             for _ in range(4):  # give a passing process 16 ms to finish
                 if before := alone or _runnable() <= 1:

@@ -7,6 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
@@ -37,6 +38,41 @@ def timing() -> ModuleType:
 @pytest.fixture(scope="module")
 def floors() -> ModuleType:
     return benchmark_module("floors")
+
+
+@pytest.fixture(autouse=True)
+def emptied(timing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[None]:
+    """One item for each time that caches would have been emptied."""
+    times: list[None] = []
+    monkeypatch.setattr(timing, "empty_caches", lambda: times.append(None))
+    return times
+
+
+def test_no_case_finds_in_a_cache_what_a_call_has_read(
+    timing: ModuleType, monkeypatch: pytest.MonkeyPatch, emptied: list[None]
+) -> None:
+    """Neither its own calls nor those of another one on the same buffers, between two times that caches are emptied."""
+    monkeypatch.setattr(timing, "last_level_cache", lambda: 1 << 20)
+    assert [len(timing.rotate(lambda i: i, size)) for size in (1, 1 << 16, 1 << 19, 1 << 30)] == [2 * timing.CALLS, 33, 5, 2]
+    small = timing.rotate(lambda i: i, 1)
+    read: list[list[int]] = []
+    monkeypatch.setattr(timing, "empty_caches", lambda: (emptied.append(None), read.append([])))
+
+    def reads(item: Callable[[int], int]) -> Callable[[int], None]:
+        return lambda i: read[-1].append(item(i)) if read else None
+
+    cases = {"one": timing.Case(reads(lambda i: small[i])), "other": timing.Case(reads(small.apart))}
+    timing.interleave(cases, rounds=2 * timing.ROUNDS, seconds=60)
+    assert len(emptied) == 2
+    for calls in read:
+        assert len(calls) == len(set(calls)) == 2 * timing.ROUNDS * (1 + timing.TURN_CALLS)
+
+
+def test_emptying_reads_more_than_a_cache_holds(timing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing, "last_level_cache", lambda: 1 << 20)
+    timing._other_data.cache_clear()
+    assert timing._other_data().nbytes == 2 << 20
+    timing._other_data.cache_clear()
 
 
 def test_turns(timing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
