@@ -10,6 +10,7 @@ With --rows, --features or --tokens only those are measured.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
@@ -40,17 +41,21 @@ def check(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> None:
         raise AssertionError("a result is wrong")
 
 
+@functools.cache
+def bitsandbytes_weights(weights: Rotated[torch.Tensor]) -> Rotated[tuple[torch.Tensor, Any]]:
+    """Of one layer and dtype at every M: quantizing them takes longer than all that is timed."""
+    from bitsandbytes.functional import quantize_4bit
+
+    return timing.rotate(lambda i: quantize_4bit(weights[i], blocksize=BLOCK, quant_type="nf4"), weights[0].numel() // 2)
+
+
 def bitsandbytes_cases(weights: Rotated[torch.Tensor], x: torch.Tensor, flops: int) -> dict[str, Case]:
     try:
         import bitsandbytes as bnb
         import bitsandbytes.functional as BF
     except ImportError:
         return {}
-
-    def quantized(i: int) -> tuple[torch.Tensor, Any]:
-        return BF.quantize_4bit(weights[i], blocksize=BLOCK, quant_type="nf4")
-
-    packed = timing.rotate(quantized, weights[0].numel() // 2)
+    packed = bitsandbytes_weights(weights)
 
     def inference(i: int) -> torch.Tensor:
         data, state = packed[i]
@@ -143,6 +148,7 @@ def main() -> None:
                     compare(report, title, M, name, format_name, dense)
     if (args.rows, args.features, args.tokens) == (SIZE, SIZE, ALL_TOKENS):
         for rows, features in NARROW:
+            bitsandbytes_weights.cache_clear()
             dense = dense_weights(rows, features)
             for name in DTYPES:
                 for M in NARROW_TOKENS:

@@ -186,8 +186,10 @@ class CodeRows {
   void decode(int64_t r, const uint8_t* row, const Part& part, float* out, const uint8_t* next, int64_t next_unit) {
     // Up to 3 bytes past the codes are read: the zeros between codes and scale.
     offset[r] += uint32_t(Int8Units::weights<L::kVectorStep>(row + codes_at(part.unit), part.coded, out));
-    if (L::kFetchDecoding)
+    if (L::kFetchDecoding) {  // with the line that they end in: rows are no whole lines
       for (int64_t i = 0; i < part.count * kElements; i += 64) prefetch(next + codes_at(next_unit) + i);
+      prefetch(next + codes_at(next_unit) + part.count * kElements - 1);
+    }
   }
 
   void finish(int64_t n0, int64_t rows, int64_t first, int64_t count, const L::Sums& sums) const {

@@ -22,6 +22,12 @@ inline int64_t scales_at(const RowLayout& l, int64_t start) {
   return is_double_quantized(l.format) ? l.code_bytes + block : l.scales_offset + 4 * block;
 }
 
+// Fetches those of the elements from `start` on.
+inline void prefetch_scales(const uint8_t* row, const RowLayout& l, int64_t start) {
+  prefetch(row + scales_at(l, start));
+  if (is_double_quantized(l.format)) prefetch(row + l.scales_offset);  // step and low
+}
+
 // Which scales of their row up to kStretch elements have, from element `start` on, a multiple of 32 with whole blocks before it or inside
 // one block. The same for all rows.
 class BlockPlaces {

@@ -285,7 +285,9 @@ class WeightRows {
     const auto place = [&](int64_t g, int i) __attribute__((always_inline)) { return out + (g * Product::kVectors + i) * L::kVectorStep; };
     decode_row<Product, codes>(decoder, row, l, part, place, Scales::kWholeRow ? scales + r : nullptr,
                                L::kFetchDecoding ? next + codes_at(next_unit) : nullptr);
-    if (!Scales::kWholeRow) prefetch(next + scales_at(l, next_unit * Product::kUnitElements));
+    // Rows may be no whole lines: the one that these codes end in.
+    if (L::kFetchDecoding) prefetch(next + codes_at(next_unit) + (part.whole + (part.rest != 0)) * D::kCodeBytes - 1);
+    if (!Scales::kWholeRow) prefetch_scales(next, l, next_unit * Product::kUnitElements);
   }
 
   void finish(int64_t n0, int64_t rows, int64_t m0, int64_t count, const typename L::Sums& sums) const {
