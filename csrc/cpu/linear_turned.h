@@ -35,6 +35,12 @@ constexpr ColumnShape turned_shape(int64_t rows, int64_t all_units) {
 struct CodesAhead {
   const uint8_t* packed;
   int64_t row_bytes, first, end;
+  // Of row r of the kLanes rows behind: scales of the elements from `element` on, and the line that the codes end in.
+  void ends(int64_t r, const RowLayout& l, int64_t element) const {
+    const uint8_t* row = packed + (kLanes + r) * row_bytes;
+    prefetch_scales(row, l, element);
+    prefetch(row + end - 1);
+  }
   // Of the first row, the byte that is read 256 bytes after `at`; past the end those of the kLanes rows behind.
   const uint8_t* from(int64_t at) const {
     at += 256;
@@ -50,11 +56,14 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
   constexpr int64_t kRun = ColumnLayout<Product>::kRun, kGroupUnits = kGroup / Product::kUnitElements;
   constexpr int64_t kStride = kGroupUnits + 16;  // rows would share L1 sets
   const RowPart<Product, codes> part(l, first / kGroupUnits, (count + kGroupUnits - 1) / kGroupUnits);
-  typename D::PanelScales scales[kLanes];
-  for (int64_t r = 0; r < rows && r < kLanes; ++r) scales[r].load(packed + r * l.row_bytes, l, part.places);
-  alignas(64) float block[kLanes * kStride] = {};  // zeros where there is no row
   const auto byte_of = [](int64_t unit) { return unit / kGroupUnits * D::kCodeBytes; };
   const CodesAhead ahead{packed, l.row_bytes, byte_of(first), byte_of(round_up(first + count, kGroupUnits))};
+  typename D::PanelScales scales[kLanes];
+  for (int64_t r = 0; r < rows && r < kLanes; ++r) {
+    scales[r].load(packed + r * l.row_bytes, l, part.places);
+    if (kLanes == 16) ahead.ends(r, l, first * Product::kUnitElements);
+  }
+  alignas(64) float block[kLanes * kStride] = {};  // zeros where there is no row
   for (int64_t u = 0; u < count; u += kGroupUnits, panel += kGroupUnits * kRun) {
     const uint8_t* const next = ahead.from(byte_of(first + u));
     const int64_t g = u / kGroupUnits;
@@ -91,12 +100,13 @@ inline void fill_turned(const Decoder<Product, codes>& decoder, const uint8_t* p
   alignas(64) float scales[(ColumnLayout<Product>::kTurnedUnits + kBlock - 1) / kBlock][kLanes] = {};  // zeros where there is no row
   if (rows > kLanes) rows = kLanes;
   const typename D::PanelScales::Places places(l, first, count);
+  const CodesAhead ahead{packed, l.row_bytes, first / kOfDword * 4, (first + count + kOfDword - 1) / kOfDword * 4};
   for (int64_t r = 0; r < rows; ++r) {
     typename D::PanelScales of_row;
     of_row.load(packed + r * l.row_bytes, l, places);
+    ahead.ends(r, l, first);
     for (int64_t b = 0; b * kBlock < count; ++b) scales[b][r] = D::scale_at(of_row, b * (kBlock / 32));
   }
-  const CodesAhead ahead{packed, l.row_bytes, first / kOfDword * 4, (first + count + kOfDword - 1) / kOfDword * 4};
   for (int64_t u = 0, byte = ahead.first; u < count; u += kOfLine, byte += 64, panel += kOfLine * kRun) {
     const uint8_t* const next = ahead.from(byte);
     alignas(64) float turned[kLanes * kLanes];
