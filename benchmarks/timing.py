@@ -87,7 +87,7 @@ class Rotated(Generic[T]):
 def rotate(make: Callable[[int], T], item_bytes: int) -> Rotated[T]:
     """`make(0), make(1), ...`: enough items that using them in turn finds none in the last-level cache (at least 2).
 
-    No more than two cases use before `interleave` empties caches: of small items those would be thousands.
+    But no more than two cases use before `interleave` empties caches: thousands of small ones would take long to make.
     """
     past_cache = 1 + -(-2 * last_level_cache() // max(1, item_bytes))
     return Rotated(make(i) for i in range(max(2, min(past_cache, 2 * CALLS))))
