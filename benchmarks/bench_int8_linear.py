@@ -12,13 +12,13 @@ measured.
 
 from __future__ import annotations
 
+import itertools
 import warnings
-from collections.abc import Iterable
 
 import harness
-import timing
 import torch
 import torch.nn.functional as F
+from layers import Layer, layers, options
 from timing import Case, Rotated
 
 from halfbyte import ops
@@ -27,18 +27,17 @@ from halfbyte import reference_products as reference
 warnings.filterwarnings("ignore", module="bitsandbytes")
 
 TOKENS = (1, 4, 8, 16, 20, 128, 512)
-SIZE = 4096
-NARROW, NARROW_TOKENS = ((192, 576), (576, 576), (1536, 576), (576, 1536)), (8, 20, 128, 512)
+NARROW_TOKENS = (8, 20, 128, 512)
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
-def bitsandbytes_case(weights: Rotated[torch.Tensor], x: torch.Tensor, flops: int) -> dict[str, Case]:
+def bitsandbytes_case(layer: Layer, x: torch.Tensor, flops: int) -> dict[str, Case]:
     try:
         import bitsandbytes.functional as BF
     except ImportError:
         return {}
-    size = weights[0].numel()
-    quantized = timing.rotate(lambda i: BF.int8_vectorwise_quant(weights[i].half()), size)
+    size = layer.rows * layer.features
+    quantized = layer.kept("bitsandbytes int8", lambda weight: BF.int8_vectorwise_quant(weight.half()), size)
 
     def run(i: int) -> torch.Tensor:
         codes, scales, _ = quantized[i]
@@ -54,10 +53,10 @@ def int_mm_saturates(M: int, K: int) -> bool:
     return bool((torch._int_mm(row, column) != 127 * 127 * K).any())
 
 
-def compare(report: harness.Report, title: str, M: int, name: str, source: Rotated[torch.Tensor]) -> None:
-    dtype, (N, K) = DTYPES[name], source[0].shape
-    weights = timing.rotate(lambda i: source[i].to(dtype), dtype.itemsize * N * K)
-    packed = timing.rotate(lambda i: ops.quantize(source[i], "int8"), N * K)
+def compare(report: harness.Report, title: str, M: int, name: str, layer: Layer) -> None:
+    dtype, N, K = DTYPES[name], layer.rows, layer.features
+    source, weights = layer.fp32, layer.dense(dtype)
+    packed = layer.made(lambda weight: ops.quantize(weight, "int8"), N * K)
     x, flops, moved = torch.randn(M, K).to(dtype), 2 * M * N * K, N * packed[0].shape[1]
     codes = Rotated(p[:, :K].view(torch.int8).contiguous().t() for p in packed)
     q = ops.quantize(x, "int8")[:, :K].view(torch.int8).contiguous()
@@ -71,7 +70,7 @@ def compare(report: harness.Report, title: str, M: int, name: str, source: Rotat
     if name == "bf16":
         x32 = x.float()
         cases["dense in fp32"] = Case(lambda i: F.linear(x32, source[i]), flops=flops)
-    cases |= bitsandbytes_case(source, x, flops)
+    cases |= bitsandbytes_case(layer, x, flops)
 
     def verify() -> None:
         expected = reference.int8_linear(x[:4], packed[0][:64], None, K)
@@ -82,29 +81,15 @@ def compare(report: harness.Report, title: str, M: int, name: str, source: Rotat
 
 
 def main() -> None:
-    args = harness.arguments(
-        __doc__,
-        rows={"type": int, "default": SIZE, "help": "out_features"},
-        features={"type": int, "default": SIZE, "help": "in_features"},
-        tokens={"default": ",".join(map(str, TOKENS)), "help": "values of M"},
-    )
+    args = harness.arguments(__doc__, **options(TOKENS))
     report = harness.Report("int8_linear", args)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-
-    def measure(rows: int, features: int, tokens: Iterable[int], size: str = "") -> None:
-        source = timing.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
-        for M in tokens:
-            for name in DTYPES:
-                title = f"int8_linear {name} M={M}{size}"
-                if args.only in title:
-                    compare(report, title, M, name, source)
-
-    tokens = ",".join(map(str, TOKENS))
-    measure(args.rows, args.features, map(int, args.tokens.split(",")))
-    if (args.rows, args.features, args.tokens) == (SIZE, SIZE, tokens):
-        for rows, features in NARROW:
-            measure(rows, features, NARROW_TOKENS, f", {rows} x {features}")
+    for layer, tokens in layers(args, TOKENS, narrow_tokens=NARROW_TOKENS):
+        for M, name in itertools.product(tokens, DTYPES):
+            title = f"int8_linear {name} M={M}{layer.size}"
+            if args.only in title:
+                compare(report, title, M, name, layer)
     report.save()
 
 

@@ -10,26 +10,22 @@ With --rows, --features or --tokens only those are measured.
 
 from __future__ import annotations
 
-import functools
+import itertools
 import warnings
-from typing import Any
 
 import harness
-import timing
 import torch
 import torch.nn.functional as F
-from timing import Case, Rotated
+from layers import Layer, layers, options
+from timing import Case
 
 from halfbyte import ops
 from halfbyte.formats import Format
 
 warnings.filterwarnings("ignore", module="bitsandbytes")
 
-BLOCK = 64
-NARROW = ((192, 576), (576, 576), (1536, 576), (576, 1536))  # k and v, q and o, gate and up, down
-ALL_TOKENS = "1,2,4,8,16,32,64,128,512,2048"
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 512, 2048)
 NARROW_TOKENS = (1, 20, 128, 512)  # 1: what generates a token; 20: no whole vectors
-SIZE = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16}
 FORMATS = ("nf4", "fp4", "nf4-dq", "int8", "fp8")
 
@@ -41,21 +37,13 @@ def check(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> None:
         raise AssertionError("a result is wrong")
 
 
-@functools.cache
-def bitsandbytes_weights(weights: Rotated[torch.Tensor]) -> Rotated[tuple[torch.Tensor, Any]]:
-    """Of one layer and dtype at every M: quantizing them takes longer than all that is timed."""
-    from bitsandbytes.functional import quantize_4bit
-
-    return timing.rotate(lambda i: quantize_4bit(weights[i], blocksize=BLOCK, quant_type="nf4"), weights[0].numel() // 2)
-
-
-def bitsandbytes_cases(weights: Rotated[torch.Tensor], x: torch.Tensor, flops: int) -> dict[str, Case]:
+def bitsandbytes_cases(layer: Layer, x: torch.Tensor, flops: int) -> dict[str, Case]:
     try:
         import bitsandbytes as bnb
         import bitsandbytes.functional as BF
     except ImportError:
         return {}
-    packed = bitsandbytes_weights(weights)
+    packed = layer.bitsandbytes_nf4(x.dtype)
 
     def inference(i: int) -> torch.Tensor:
         data, state = packed[i]
@@ -67,9 +55,6 @@ def bitsandbytes_cases(weights: Rotated[torch.Tensor], x: torch.Tensor, flops: i
     return {"bitsandbytes": Case(inference, flops=flops), "bitsandbytes training": Case(training, flops=flops)}
 
 
-Dense = dict[str, Rotated[torch.Tensor]]
-
-
 def slow_backward(dtype: torch.dtype) -> bool:
     """Whether torch's takes 0.1 s a token of 4096 x 4096 and more."""
     if dtype == torch.float16:
@@ -77,13 +62,12 @@ def slow_backward(dtype: torch.dtype) -> bool:
     return dtype == torch.bfloat16 and torch.backends.cpu.get_cpu_capability() == "AVX2"
 
 
-def compare(report: harness.Report, title: str, M: int, name: str, format_name: str, dense: Dense) -> None:
+def compare(report: harness.Report, title: str, M: int, name: str, format_name: str, layer: Layer) -> None:
     dtype, format = DTYPES[name], Format.parse(format_name)
-    source, weights = dense["fp32"], dense[name]
-    N, K = source[0].shape
+    source, weights, N, K = layer.fp32, layer.dense(dtype), layer.rows, layer.features
     x, grad, flops = torch.randn(M, K).to(dtype), torch.randn(M, N).to(dtype), 2 * M * N * K
     row_bytes = format.row_bytes(K)
-    packed = timing.rotate(lambda i: ops.quantize(source[i], format), N * row_bytes)
+    packed = layer.made(lambda weight: ops.quantize(weight, format), N * row_bytes)
 
     def forward(i: int) -> torch.Tensor:
         return ops.linear(x, packed[i], None, format, K)
@@ -104,7 +88,7 @@ def compare(report: harness.Report, title: str, M: int, name: str, format_name: 
         if slow_backward(dtype) and M > 1:
             del cases["dense backward"]
     if format_name == "nf4":
-        cases |= bitsandbytes_cases(weights, x, flops)
+        cases |= bitsandbytes_cases(layer, x, flops)
 
     def verify() -> None:
         a, g = x[:8].double(), grad[:8].double()
@@ -118,43 +102,24 @@ def compare(report: harness.Report, title: str, M: int, name: str, format_name: 
     report.compare(title, cases, verify=verify, baseline="halfbyte", floors=floors)
 
 
-def dense_weights(rows: int, features: int) -> Dense:
-    fp32 = timing.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
-
-    def as_dtype(dtype: torch.dtype) -> Rotated[torch.Tensor]:
-        return timing.rotate(lambda i: fp32[i].to(dtype), 2 * rows * features)
-
-    return {name: fp32 if name == "fp32" else as_dtype(dtype) for name, dtype in DTYPES.items()}
+def wanted(name: str, format_name: str, M: int, layer: Layer) -> bool:
+    """nf4 at every M, of every other format and of fp16 a few; of narrow layers nf4."""
+    some = M in (1, 16, 512)
+    if layer.size:
+        return format_name == "nf4"
+    return (format_name == "nf4" and (some or name != "fp16")) or (some and name == "bf16")
 
 
 def main() -> None:
-    args = harness.arguments(
-        __doc__,
-        rows={"type": int, "default": SIZE, "help": "out_features"},
-        features={"type": int, "default": SIZE, "help": "in_features"},
-        tokens={"default": ALL_TOKENS, "help": "values of M"},
-    )
+    args = harness.arguments(__doc__, **options(TOKENS))
     report = harness.Report("linear", args)
     torch.manual_seed(0)
     torch.set_grad_enabled(False)
-    dense = dense_weights(args.rows, args.features)
-    for M in map(int, args.tokens.split(",")):
-        for name in DTYPES:
-            for format_name in FORMATS:
-                some = M in (1, 16, 512)  # of every other format, and of fp16
-                wanted = (format_name == "nf4" and (some or name != "fp16")) or (some and name == "bf16")
-                title = f"linear {format_name} {name} M={M}"
-                if wanted and args.only in title:
-                    compare(report, title, M, name, format_name, dense)
-    if (args.rows, args.features, args.tokens) == (SIZE, SIZE, ALL_TOKENS):
-        for rows, features in NARROW:
-            bitsandbytes_weights.cache_clear()
-            dense = dense_weights(rows, features)
-            for name in DTYPES:
-                for M in NARROW_TOKENS:
-                    title = f"linear nf4 {name} M={M}, {rows} x {features}"
-                    if args.only in title:
-                        compare(report, title, M, name, "nf4", dense)
+    for layer, tokens in layers(args, TOKENS, narrow_tokens=NARROW_TOKENS):
+        for M, name, format_name in itertools.product(tokens, DTYPES, FORMATS):
+            title = f"linear {format_name} {name} M={M}{layer.size}"
+            if wanted(name, format_name, M, layer) and args.only in title:
+                compare(report, title, M, name, format_name, layer)
     report.save()
 
 

@@ -12,13 +12,15 @@ adapters"), as PEFT makes them by default. With --rows, --features or --tokens o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import itertools
+from collections.abc import Callable
 
 import harness
 import timing
 import torch
 import torch.nn.functional as F
-from timing import Case, Rotated
+from layers import Layer, layers, options
+from timing import Case
 from torch import Tensor
 
 from halfbyte.ops import linear, lora_linear, quantize
@@ -31,8 +33,7 @@ KINDS = {  # dtype of the input, of the adapter, dropout
     "fp32, dropout 0.1": (torch.float32, torch.float32, 0.1),
 }
 TOKENS = (16, 128, 512, 2048)
-SIZE = 4096
-NARROW, NARROW_TOKENS = 576, (4, 20, 128, 512)
+NARROW, NARROW_TOKENS = ((576, 576),), (4, 20, 128, 512)
 NARROW_KINDS = ("bf16", "bf16, fp32 adapters", "fp32")
 SCALING = 2.0
 
@@ -48,10 +49,10 @@ def dropout_kept(x: Tensor, p: float) -> Tensor:
     return (mask.unsqueeze(-1) >> torch.arange(8) & 1).flatten(-2)
 
 
-def compare(report: harness.Report, title: str, M: int, name: str, rank: int, source: Rotated[Tensor]) -> None:
-    (dtype, adapter, p), (N, K) = KINDS[name], source[0].shape
-    dense = timing.rotate(lambda i: source[i].to(dtype), dtype.itemsize * N * K)
-    packed = timing.rotate(lambda i: quantize(source[i], "nf4"), N * K // 2)
+def compare(report: harness.Report, title: str, M: int, name: str, rank: int, layer: Layer) -> None:
+    (dtype, adapter, p), N, K = KINDS[name], layer.rows, layer.features
+    source, dense = layer.fp32, layer.dense(dtype)
+    packed = layer.made(lambda weight: quantize(weight, "nf4"), N * K // 2)
     grad = torch.randn(M, N).to(dtype)
 
     def leaves(of: torch.dtype, low: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,9 +89,8 @@ def compare(report: harness.Report, title: str, M: int, name: str, rank: int, so
         cases["dense in fp32"] = fp32
     try:
         import bitsandbytes as bnb
-        from bitsandbytes.functional import quantize_4bit
 
-        theirs = timing.rotate(lambda i: quantize_4bit(dense[i], blocksize=64, quant_type="nf4"), N * K // 2)
+        theirs = layer.bitsandbytes_nf4(dtype)
 
         def base(t: Tensor, i: int) -> Tensor:
             data, state = theirs[i]
@@ -124,29 +124,16 @@ def compare(report: harness.Report, title: str, M: int, name: str, rank: int, so
 
 
 def main() -> None:
-    args = harness.arguments(
-        __doc__,
-        rows={"type": int, "default": SIZE, "help": "out_features"},
-        features={"type": int, "default": SIZE, "help": "in_features"},
-        rank={"type": int, "default": 16, "help": "rank of the adapters"},
-        tokens={"default": ",".join(map(str, TOKENS)), "help": "values of M"},
-    )
+    rank = {"type": int, "default": 16, "help": "rank of the adapters"}
+    args = harness.arguments(__doc__, **options(TOKENS), rank=rank)
     report = harness.Report("lora", args)
     timing.reuse_memory()  # every case here makes tensors of 8 to 64 MiB; fresh pages would be half of what is timed
     torch.manual_seed(0)
-
-    def measure(rows: int, features: int, tokens: Iterable[int], names: Iterable[str], size: str = "") -> None:
-        source = timing.rotate(lambda _: torch.randn(rows, features) * 0.02, 4 * rows * features)
-        for M in tokens:
-            for name in names:
-                title = f"LoRA r={args.rank} nf4 {name} M={M}{size}, forward + backward"
-                if args.only in title:
-                    compare(report, title, M, name, args.rank, source)
-
-    tokens = ",".join(map(str, TOKENS))
-    measure(args.rows, args.features, map(int, args.tokens.split(",")), KINDS)
-    if (args.rows, args.features, args.tokens) == (SIZE, SIZE, tokens):
-        measure(NARROW, NARROW, NARROW_TOKENS, NARROW_KINDS, f", {NARROW} x {NARROW}")
+    for layer, tokens in layers(args, TOKENS, NARROW, NARROW_TOKENS):
+        for M, name in itertools.product(tokens, NARROW_KINDS if layer.size else KINDS):
+            title = f"LoRA r={args.rank} nf4 {name} M={M}{layer.size}, forward + backward"
+            if args.only in title:
+                compare(report, title, M, name, args.rank, layer)
     report.save()
 
 

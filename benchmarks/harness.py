@@ -49,18 +49,28 @@ SMALL_BLOCK = [(576, 576), (192, 576), (192, 576), (576, 576), (1536, 576), (153
 
 
 def arguments(doc: str | None, argv: Sequence[str] | None = None, **extra: Any) -> argparse.Namespace:
-    """The command line every benchmark shares. `extra`: name -> add_argument keywords for a benchmark's own options."""
+    """The command line every benchmark shares.
+
+    Args:
+        doc, argv: as `argparse` has them.
+        extra: name -> add_argument keywords for a benchmark's own options.
+
+    Returns:
+        The options, and `part`: those that ask for something other than the whole benchmark, as they were given; "": none.
+    """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=0, help="threads for every library (default: as torch starts)")
     parser.add_argument("--rounds", type=int, default=ROUNDS, help="interleaved rounds per comparison")
     parser.add_argument("--seconds", type=float, default=20.0, help="stop a comparison after this long (at least 3 rounds)")
     parser.add_argument("--only", default="", help="run only comparisons whose title contains this")
     parser.add_argument(
-        "--json", type=Path, help="where to write (default: benchmarks/results/NAME-ISA.json; with --only nowhere)"
+        "--json", type=Path, help="where to write (default: benchmarks/results/NAME-ISA.json, of a part nowhere)"
     )
     for name, keywords in extra.items():
         parser.add_argument(f"--{name}", **keywords)
     args = parser.parse_args(argv)
+    given = {name: getattr(args, name) for name in ("only", *extra)}
+    args.part = " ".join(f"--{name} {value!r}" for name, value in given.items() if value != parser.get_default(name))
     wanted = {"OMP_NUM_THREADS": str(args.threads)} if args.threads else {}
     wanted |= HELD.get(os.environ.get("HALFBYTE_CPU_ISA", ""), {})
     if argv is None and any(os.environ.get(name) != value for name, value in wanted.items()):
@@ -132,13 +142,14 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
     replace_file(path, json.dumps(content, indent=1) + "\n")
 
 
-def save(content: Mapping[str, Any], path: Path | None, only: str) -> Path | None:
+def save(content: Mapping[str, Any], path: Path | None, only: str, part: str = "") -> Path | None:
     """Writes what a benchmark measured and prints where.
 
     Args:
         content: "benchmark", its name; "environment"; "comparisons" or "rows".
         path: None: benchmarks/results/NAME-ISA.json, which holds whole runs.
-        only: the part that was asked for; "": all.
+        only: what titles had to contain; "": all were measured.
+        part: options that asked for a part, or for other sizes; "": `only` says it.
 
     Returns:
         The path; None: nothing was written, because a part must not take a whole run's place.
@@ -149,8 +160,9 @@ def save(content: Mapping[str, Any], path: Path | None, only: str) -> Path | Non
     name = content["benchmark"]
     if not (content.get("comparisons") or content.get("rows")):
         raise SystemExit(f"--only {only!r} is in the title of no comparison of {name}: nothing was measured or written")
-    if path is None and only:
-        print(f"\nnot written: --only {only!r} measured a part of {name} (--json FILE keeps it)")
+    part = part or (f"--only {only!r}" if only else "")
+    if path is None and part:
+        print(f"\nnot written: {part} measured a part of {name} (--json FILE keeps it)")
         return None
     path = path or ROOT / "benchmarks" / "results" / f"{name}-{content['environment']['isa']}.json"
     write_json(path, content)
@@ -260,4 +272,4 @@ class Report:
             "turn_calls": TURN_CALLS,
             "comparisons": self.comparisons,
         }
-        return save(content, self.args.json, self.args.only)
+        return save(content, self.args.json, self.args.only, self.args.part)

@@ -154,13 +154,14 @@ def test_a_part_does_not_take_the_place_of_a_whole_run(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`--only` without `--json` prints; with it, or without `--only`, results are written; nothing measured is an error."""
+    """Of a part, or of other sizes, results are printed, with `--json` written; nothing measured is an error."""
     monkeypatch.setattr(harness, "ROOT", tmp_path)
     name, isa = "linear", harness.environment()["isa"]
     whole = tmp_path / "benchmarks" / "results" / f"{name}-{isa}.json"
 
     def measured(*argv: str) -> Path | None:
-        report = harness.Report(name, harness.arguments("", [*argv, "--rounds", "3"]))
+        size = {"type": int, "default": 4096, "help": "a benchmark's own option"}
+        report = harness.Report(name, harness.arguments("", [*argv, "--rounds", "3"], size=size))
         for title in ("nf4 M=1", "int8 M=1"):
             report.compare(title, {"halfbyte": timing.Case(lambda i: None)}, verify=lambda: None)
         saved = report.save()
@@ -170,11 +171,15 @@ def test_a_part_does_not_take_the_place_of_a_whole_run(
     def titles(path: Path) -> list[str]:
         return [comparison["title"] for comparison in json.loads(path.read_text())["comparisons"]]
 
-    assert measured() == whole
+    assert measured() == measured("--size", "4096") == whole
     assert titles(whole) == ["nf4 M=1", "int8 M=1"]
     before = whole.read_bytes()
     assert measured("--only", "nf4") is None
     assert "--only 'nf4' measured a part of linear" in capsys.readouterr().out
+    assert measured("--size", "64", "--only", "nf4") is None
+    assert "--only 'nf4' --size 64 measured a part of linear" in capsys.readouterr().out
+    assert measured("--size", "64") is None
+    assert "not written: --size 64 measured a part of linear" in capsys.readouterr().out
     with pytest.raises(SystemExit, match=r"--only 'M=99' is in the title of no comparison of linear: nothing was"):
         measured("--only", "M=99")
     with pytest.raises(SystemExit, match="'M=99'"):
