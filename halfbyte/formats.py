@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 __all__ = [
@@ -130,6 +130,7 @@ _NAMES = {
     for scales, kind in _SCALE_KINDS.items()
     if scales in description.scale_kinds
 }
+_IDS = {_NAMES[name]: id for id, name in enumerate(FORMATS)}
 
 
 def _align(size: int, alignment: int) -> int:
@@ -164,6 +165,8 @@ class Format:
     codebook: str
     block_size: int
     scales: str = "fp32"
+    id: int = field(init=False, repr=False, compare=False)  # a property would cost every call of a layer 0.1 us
+    """The int that stands for ``name`` in operator schemas."""
 
     def __post_init__(self) -> None:
         codebook = _CODEBOOKS.get(self.codebook)
@@ -182,6 +185,7 @@ class Format:
             else:
                 rule = f"takes a block size of {', '.join(map(str, codebook.block_sizes))} elements"
             raise ValueError(f"Format: {self.name} {rule}; got {self.block_size}")
+        object.__setattr__(self, "id", _IDS[self.codebook, self.scales])
 
     @classmethod
     def parse(cls, format: str | Format) -> Format:
@@ -253,11 +257,6 @@ class Format:
         return self.codebook + _SCALE_KINDS[self.scales].suffix
 
     @property
-    def id(self) -> int:
-        """The int that stands for ``name`` in operator schemas."""
-        return _IDS[self.codebook, self.scales]
-
-    @property
     def bits(self) -> int:
         """Bits of one code, 4 or 8."""
         return _CODEBOOKS[self.codebook].bits
@@ -300,7 +299,6 @@ class Format:
         return self.name if self.block_size == default else f"{self.name}:{self.block_size}"
 
 
-_IDS = {_NAMES[name]: id for id, name in enumerate(FORMATS)}
 # By string, with and without the default block size. Ops parse one in every call, with caches that kernels have filled.
 _KNOWN = {
     text: Format(codebook, size, scales)

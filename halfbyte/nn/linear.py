@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -23,7 +22,6 @@ from halfbyte.optim.sharding import is_dtensor
 
 # What multiplies when the input is quantized, by `activations`.
 _ON_ACTIVATIONS = {"int8": int8_linear_by_id, "fp8": fp8_linear_by_id}
-_AS_IT_IS = nullcontext()
 
 LoraBranch = tuple[Tensor, Tensor, float] | tuple[Tensor, Tensor, float, float]
 """What `QuantLinear.forward` takes as `lora`."""
@@ -134,20 +132,30 @@ class QuantLinear(PackedRows, nn.Linear):  # type: ignore[misc]  # weight: uint8
         # FSDP1 and parametrizations keep them elsewhere, each by itself.
         weight = parameters["weight"] if "weight" in parameters else self.weight  # noqa: SIM401 - get() would look twice
         bias = parameters["bias"] if "bias" in parameters else self.bias  # noqa: SIM401
-        if lora is not None and (self.activations is not None or is_dtensor(weight)):
+        sharded = is_dtensor(weight)
+        if lora is not None and (sharded or self.activations is not None):
             raise NotImplementedError(
                 f"QuantLinear: lora works on a layer with activations=None whose rows are all here, got activations="
                 f"{self.activations!r} and a {type(weight).__name__}; add the branch to the layer's own output"
             )
-        if is_dtensor(weight):
+        if sharded:
             return linear_sharded(input, weight, bias, self._compute)
         return self._compute(input, self.packed if self._contained else weight, bias, lora)
 
     def _compute(
         self, input: Tensor, packed: Tensor, bias: Tensor | None, lora: LoraBranch | None = None
     ) -> Tensor:
-        dtypes = self.compute_dtype, self.dense_dtype
-        return packed_linear(input, packed, bias, self.format, self.in_features, *dtypes, lora, self.activations)
+        return packed_linear(
+            input,
+            packed,
+            bias,
+            self.format,
+            self.in_features,
+            self.compute_dtype,
+            self.dense_dtype,
+            lora,
+            self.activations,
+        )
 
     @property
     def W_q(self) -> Tensor:  # noqa: N802 - PEFT's name
@@ -225,16 +233,18 @@ def packed_linear(
 ) -> Tensor:
     """The product with packed rows in the compute dtype, see `in_compute_dtype` and `QuantLinear.forward`."""
     input, bias, apart, returned = in_compute_dtype(input, bias, compute_dtype, dense_dtype)
-    sizes = format.id, format.block_size, in_features
-    with torch.autocast(input.device.type, enabled=False) if apart else _AS_IT_IS:
-        if lora is not None:
-            lora_A, lora_B, scaling, *dropout = lora
-            p = dropout[0] if dropout else 0.0
-            output = lora_linear_by_id(input, packed, bias, lora_A, lora_B, scaling, p, [], *sizes)
-        elif activations is not None:
-            output = _ON_ACTIVATIONS[activations](input, packed, bias, in_features)
-        else:
-            output = linear_by_id(input, packed, bias, *sizes)
+    if apart:
+        with torch.autocast(input.device.type, enabled=False):
+            output = packed_linear(input, packed, bias, format, in_features, None, dense_dtype, lora, activations)
+    elif lora is not None:
+        lora_A, lora_B, scaling, *dropout = lora
+        p = dropout[0] if dropout else 0.0
+        sizes = format.id, format.block_size, in_features
+        output = lora_linear_by_id(input, packed, bias, lora_A, lora_B, scaling, p, [], *sizes)
+    elif activations is not None:
+        output = _ON_ACTIVATIONS[activations](input, packed, bias, in_features)
+    else:
+        output = linear_by_id(input, packed, bias, format.id, format.block_size, in_features)
     return output if output.dtype == returned else output.to(returned)
 
 

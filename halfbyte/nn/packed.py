@@ -127,6 +127,9 @@ class PackedRows(Packed):
     and every checkpoint format treat it like any other tensor. Subclasses define `weight_shape`.
     """
 
+    _contained = False
+    """Whether `weight` holds the rows viewed as float32; see `to_container_`."""
+
     @property
     def weight_shape(self) -> tuple[int, int]:
         """(rows, K) of the dense weight."""
@@ -139,18 +142,13 @@ class PackedRows(Packed):
         # A trainable bias makes FSDP1's flat parameter require a gradient, and with it every view of it.
         return weight.detach().view(torch.uint8) if self._contained else weight
 
-    @property
-    def _contained(self) -> bool:
-        """Whether `weight` holds the rows viewed as float32; see `to_container_`."""
-        return bool(self.__dict__.get("_in_container", False))
-
     def to_container_(self) -> None:
         """Views the rows as float32, shape (rows, row_bytes / 4), for FSDP1, whose flat parameters must be floating.
 
         Called by `halfbyte.distributed.wrap_policy`. No byte changes; state dicts still hold uint8 under the same key.
         """
         if not self._contained:
-            self.__dict__["_in_container"] = True
+            self._contained = True
             self.weight.data = _as_floats(self.weight.data)  # the same Parameter: an optimizer may list it
 
     def _init_packed(

@@ -62,7 +62,7 @@ def linear_by_id(
     """
     if torch.compiler.is_compiling():
         return _linear(input, packed, bias, format, block_size, in_features)
-    if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+    if (input.requires_grad or (bias is not None and bias.requires_grad)) and torch.is_grad_enabled():
         return _linear_node(input, packed, bias, format, block_size, in_features)
     return _eager_linear(input, packed, bias, format, block_size, in_features)
 
