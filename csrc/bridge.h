@@ -7,6 +7,7 @@
 #include <exception>
 #include <mutex>
 #include <optional>
+#include <string>
 #include <tuple>
 #include <type_traits>
 #include <utility>
@@ -89,6 +90,13 @@ struct Boxed<kernel> {
     }(std::index_sequence_for<Arguments...>());
   }
 };
+
+// The kernel of an op and of its overload `eager` (def_both of library.cpp).
+inline void impl_both(torch::stable::detail::StableLibrary& m, const std::string& name,
+                      void (*kernel)(StableIValue*, uint64_t, uint64_t)) {
+  m.impl(name.c_str(), kernel);
+  m.impl((name + ".eager").c_str(), kernel);
+}
 
 // t, or a contiguous copy. torch's own goes through the dispatcher even where there is nothing to do (1 us).
 inline Tensor as_contiguous(const Tensor& t) { return t.is_contiguous() ? t : torch::stable::contiguous(t); }

@@ -2,7 +2,20 @@
 //
 // Legend: packed (..., N, row_bytes) uint8 rows of `format` (ids of formats.h) with `block_size` elements per scale (0 = the
 // whole row); in_features = K. Mutating ops end in `_`. Kernels are registered at the foot of cpu/<op>.cpp and cuda/<op>.cpp.
+#include <string>
+
 #include <torch/csrc/stable/library.h>
+
+namespace {
+
+// An op, and its overload `eager`: the same but for autograd, which does not see it (halfbyte/_library.py says why, bridge.h has
+// impl_both). `signature` begins with its arguments.
+void def_both(torch::stable::detail::StableLibrary& m, const std::string& name, const std::string& signature) {
+  m.def((name + signature).c_str());
+  m.def((name + ".eager" + signature).c_str());
+}
+
+}  // namespace
 
 STABLE_TORCH_LIBRARY(halfbyte, m) {
   // (..., K) float -> (..., row_bytes) uint8
@@ -26,31 +39,34 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   // dequantize of several tensors at once, each with its own in_features
   m.def("dequantize_list(Tensor[] packed, int format, int block_size, int[] in_features, ScalarType dtype) -> Tensor[]");
   // (..., K) x packed (N, row_bytes) + bias (N,) -> (..., N), in input's dtype
-  m.def("linear(Tensor input, Tensor packed, Tensor? bias, int format, int block_size, int in_features) -> Tensor");
+  def_both(m, "linear", "(Tensor input, Tensor packed, Tensor? bias, int format, int block_size, int in_features) -> Tensor");
   // gradient of linear's input: (..., N) x packed (N, row_bytes) -> (..., K), in grad_output's dtype
-  m.def("linear_backward_input(Tensor grad_output, Tensor packed, int format, int block_size, int in_features) -> Tensor");
+  def_both(m, "linear_backward_input", "(Tensor grad_output, Tensor packed, int format, int block_size, int in_features) -> Tensor");
   // linear plus scaling * (input lora_A^T) lora_B^T. lora_B (N, rank); lora_A (rank, K), or one such block per group of rows
   // of packed where `splits` gives the rows of each group (several linears with one input). Also returns input lora_A^T. With a
   // mask (dropout_mask's), dropped elements of input are zeros in the branch; that what is kept is as much larger is the scaling's.
-  m.def(
-      "lora_linear(Tensor input, Tensor packed, Tensor? bias, Tensor lora_A, Tensor lora_B, float scaling, int[] splits, "
+  def_both(
+      m, "lora_linear",
+      "(Tensor input, Tensor packed, Tensor? bias, Tensor lora_A, Tensor lora_B, float scaling, int[] splits, "
       "int format, int block_size, int in_features, Tensor? mask=None) -> (Tensor, Tensor)");
   // gradient of its input: linear_backward_input plus grad_projected (..., R) @ lora_A (R, K), in grad_output's dtype
-  m.def(
-      "lora_linear_backward_input(Tensor grad_output, Tensor packed, Tensor grad_projected, Tensor lora_A, int format, "
+  def_both(
+      m, "lora_linear_backward_input",
+      "(Tensor grad_output, Tensor packed, Tensor grad_projected, Tensor lora_A, int format, "
       "int block_size, int in_features, Tensor? mask=None) -> Tensor");
   // the gradients besides: of input lora_A^T (scaling * grad_output lora_B, plus grad_projected), and what it and lora_B's gradient make of
   // input and projected: lora_A's and lora_B's, of shape (0,) where they are not needed
-  m.def(
-      "lora_linear_backward_adapter(Tensor grad_output, Tensor input, Tensor projected, Tensor lora_B, Tensor? grad_projected, float "
+  def_both(
+      m, "lora_linear_backward_adapter",
+      "(Tensor grad_output, Tensor input, Tensor projected, Tensor lora_B, Tensor? grad_projected, float "
       "scaling, int[] splits, bool needs_A, bool needs_B, Tensor? mask=None) -> (Tensor, Tensor, Tensor)");
   // what dropout with probability p keeps of input (..., K): a bit for each element, (..., ceil(K / 8)) uint8, the first in the lowest bit.
   // seed (1,) int64 is read on the device. The bits past column K mean nothing.
-  m.def("dropout_mask(Tensor input, Tensor seed, float p) -> Tensor");
+  def_both(m, "dropout_mask", "(Tensor input, Tensor seed, float p) -> Tensor");
   // linear on int8 rows with the input quantized to int8 row by row: exact int32 sums, scaled in fp32
-  m.def("int8_linear(Tensor input, Tensor packed, Tensor? bias, int in_features) -> Tensor");
+  def_both(m, "int8_linear", "(Tensor input, Tensor packed, Tensor? bias, int in_features) -> Tensor");
   // linear on fp8 rows with the input quantized to fp8 row by row: products exact, sums in float32
-  m.def("fp8_linear(Tensor input, Tensor packed, Tensor? bias, int in_features) -> Tensor");
+  def_both(m, "fp8_linear", "(Tensor input, Tensor packed, Tensor? bias, int in_features) -> Tensor");
   // rows of packed (V, row_bytes) at indices (...) int64 or int32 -> (..., embedding_dim) dtype
   m.def("embedding(Tensor indices, Tensor packed, int format, int block_size, int embedding_dim, ScalarType dtype) -> Tensor");
   // weight (N, K) float32 -> (N, K) float32 what each element was when it was rounded, errors of earlier columns carried in

@@ -63,10 +63,11 @@ load_error: str | None = _load()
 _registrations: Any = torch.library.Library("halfbyte", "FRAGMENT") if load_error is None else None
 
 
-def overload(name: str) -> Callable[..., Any]:
+def overload(name: str, which: str = "default") -> Callable[..., Any]:
     """The dispatcher op `halfbyte::<name>`, or a function that raises the load error when called."""
     if load_error is None:
-        return getattr(torch.ops.halfbyte, name).default
+        operator: Callable[..., Any] = getattr(getattr(torch.ops.halfbyte, name), which)
+        return operator
 
     def missing(*_: Any, **__: Any) -> Any:
         raise RuntimeError(f"halfbyte::{name}: {load_error}")
@@ -103,7 +104,8 @@ def register_fake(name: str) -> Callable[[_F], _F]:
             return function(*args, **kwargs)
 
         if load_error is None:
-            torch.library.register_fake(f"halfbyte::{name}")(checked)
+            for op in _overloads(name):
+                torch.library.register_fake(op)(checked)
         return function
 
     return decorate
@@ -115,21 +117,32 @@ def register_kernel(name: str, function: Callable[..., Any]) -> None:
         _registrations.impl(name, function, "CompositeExplicitAutograd")
 
 
+def _overloads(name: str) -> list[Any]:
+    """The op, and its overload `eager` if it has one."""
+    packet = getattr(torch.ops.halfbyte, name)
+    return [getattr(packet, which) for which in packet.overloads()]
+
+
+@functools.cache
 def eager(name: str) -> Callable[..., Any]:
-    """`halfbyte::<name>` without recording autograd, at the least cost per call.
+    """`halfbyte::<name>` without recording autograd, at the least cost per call: its overload of that name.
 
-    Below autograd, because the formula that `differentiable` registers is Python and would be asked even where nothing
-    requires grad (4 us); without `OpOverload.__call__`, which only adds a Python frame to its `_op`.
+    The dispatcher does not ask that one's autograd keys, as the formula that `differentiable` registers is Python and would
+    be called even where nothing requires grad (4 us; after a product that has replaced it in the caches several times as
+    much). A guard that leaves autograd out of a call costs a third of that. Dispatch modes (fake tensors, tracing, selective
+    checkpointing) are shown the op itself. Without `OpOverload.__call__`, which only adds a Python frame to its `_op`.
     """
-    op = overload(name)
-    op = getattr(op, "_op", op)
-    below = torch._C._AutoDispatchBelowAutograd
+    fast, op = overload(name, "eager"), overload(name)
+    if load_error is not None:
+        return fast
 
-    def call(*args: Any) -> Any:
-        with below():
+    def shown(*args: Any) -> Any:
+        with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
-    return call
+    _registrations.impl(fast, torch.library.fallthrough_kernel, "Autograd")
+    _registrations.impl(fast, shown, "Python")
+    return fast._op  # type: ignore[attr-defined]
 
 
 def differentiable(name: str, formula: Any) -> Callable[..., Any]:
@@ -151,8 +164,11 @@ def differentiable(name: str, formula: Any) -> Callable[..., Any]:
         formula.setup_context(ctx, args, output)
         return output
 
+    def product(*args: Any) -> Any:  # `Function.apply` looks for the signature, which `call` itself has not
+        return call(*args)
+
     bases, common = (torch.autograd.Function,), {"backward": backward}
-    methods = {**common, "forward": staticmethod(call), "setup_context": setup_context}
+    methods = {**common, "forward": staticmethod(product), "setup_context": setup_context}
     transformable: Any = type(formula.__name__, bases, methods)
     plain: Any = type(formula.__name__, bases, {**common, "forward": staticmethod(forward)})
     # What `Function.apply` ends in. It only unwraps tensors that escaped from a functorch transform before, in Python.
@@ -169,20 +185,24 @@ def differentiable(name: str, formula: Any) -> Callable[..., Any]:
     return apply
 
 
-def register_autocast(name: str, function: Callable[[str], Callable[..., Any]]) -> None:
-    """Installs `function(device_type)` under the autocast keys of an op.
+def register_autocast(name: str, cast: Callable[..., tuple[Any, ...]]) -> None:
+    """Gives an op the arguments `cast(dtype, *args)` under autocast, `dtype` being the autocast dtype.
 
-    By hand, because `torch.library.register_autocast` casts every float argument. The kernel runs with the autocast key
-    excluded, so calling the op inside it does not come back here.
+    By hand, because `torch.library.register_autocast` casts every float argument. The op runs with the autocast key
+    excluded, so it does not come back here.
     """
     if load_error is not None:
         return
     for device_type, key in (("cpu", "AutocastCPU"), ("cuda", "AutocastCUDA")):
-        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
-        kernel = function(device_type)
+        for op in _overloads(name):
+            _registrations.impl(op, _casting(op, device_type, key, cast), key)
 
-        def guarded(*args: Any, _kernel: Callable[..., Any] = kernel, _keys: Any = keys) -> Any:
-            with torch._C._ExcludeDispatchKeyGuard(_keys):
-                return _kernel(*args)
 
-        _registrations.impl(name, guarded, key)
+def _casting(op: Callable[..., Any], device_type: str, key: str, cast: Callable[..., tuple[Any, ...]]) -> Callable[..., Any]:
+    keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+
+    def kernel(*args: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            return op(*cast(torch.get_autocast_dtype(device_type), *args))
+
+    return kernel

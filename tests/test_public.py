@@ -130,13 +130,17 @@ def test_doctests() -> None:
 
 def test_every_op_has_one_stem() -> None:
     """`find . -name '*<op>*'` lists an op: CPU front, CUDA front, wrapper."""
-    schemas = re.findall(r'm\.def\(\s*"(\w+)\(', (ROOT / "csrc/library.cpp").read_text())
-    assert schemas
+    text = (ROOT / "csrc/library.cpp").read_text()
+    once, both = re.findall(r'm\.def\(\s*"(\w+)\(', text), re.findall(r'def_both\(\s*m, "(\w+)"', text)
+    assert once
+    assert both
     fronts = [*(ROOT / "csrc/cpu").glob("*.cpp"), ROOT / "csrc/optimizer_fronts.h"]  # the header's serve CPU and CUDA
     registered = "".join(path.read_text() for path in fronts)
     in_python = "".join(p.read_text() for p in (ROOT / "halfbyte/ops").glob("*.py"))  # those that torch.distributed moves
-    for name in schemas:
+    for name in once:
         assert f'm.impl("{name}"' in registered or f'register_kernel("{name}"' in in_python, f"{name} has no CPU kernel"
+    for name in both:
+        assert f'impl_both(m, "{name}"' in registered, f"{name} has no CPU kernel"
 
 
 def test_no_empty_words_in_names() -> None:

@@ -19,4 +19,4 @@ Tensor dropout_mask(const Tensor& input, const Tensor& seed, double p) {
 }  // namespace
 }  // namespace halfbyte::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) { m.impl("dropout_mask", TORCH_BOX(&halfbyte::cpu::dropout_mask)); }
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) { halfbyte::impl_both(m, "dropout_mask", TORCH_BOX(&halfbyte::cpu::dropout_mask)); }

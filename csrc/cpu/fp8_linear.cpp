@@ -38,4 +38,4 @@ Tensor fp8_linear(const Tensor& input, const Tensor& packed, const std::optional
 }  // namespace
 }  // namespace halfbyte::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) { m.impl("fp8_linear", TORCH_BOX(&halfbyte::cpu::fp8_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) { halfbyte::impl_both(m, "fp8_linear", TORCH_BOX(&halfbyte::cpu::fp8_linear)); }

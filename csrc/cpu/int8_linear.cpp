@@ -170,7 +170,7 @@ std::tuple<int64_t, int64_t> int8_linear_memory(int64_t tokens, int64_t rows, in
 }  // namespace
 }  // namespace halfbyte::cpu
 
-STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) { m.impl("int8_linear", TORCH_BOX(&halfbyte::cpu::int8_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) { halfbyte::impl_both(m, "int8_linear", TORCH_BOX(&halfbyte::cpu::int8_linear)); }
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CompositeExplicitAutograd, m) {
   m.impl("int8_linear_memory", TORCH_BOX(&halfbyte::cpu::int8_linear_memory));

@@ -60,8 +60,8 @@ std::tuple<int64_t, int64_t> linear_backward_memory(int64_t tokens, int64_t rows
 }  // namespace halfbyte::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) {
-  m.impl("linear", TORCH_BOX(&halfbyte::cpu::linear));
-  m.impl("linear_backward_input", TORCH_BOX(&halfbyte::cpu::linear_backward_input));
+  halfbyte::impl_both(m, "linear", TORCH_BOX(&halfbyte::cpu::linear));
+  halfbyte::impl_both(m, "linear_backward_input", TORCH_BOX(&halfbyte::cpu::linear_backward_input));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CompositeExplicitAutograd, m) {

@@ -131,7 +131,7 @@ std::tuple<Tensor, Tensor, Tensor> lora_linear_backward_adapter(const Tensor& gr
 }  // namespace halfbyte::cpu
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CPU, m) {
-  m.impl("lora_linear", TORCH_BOX(&halfbyte::cpu::lora_linear));
-  m.impl("lora_linear_backward_input", TORCH_BOX(&halfbyte::cpu::lora_linear_backward_input));
-  m.impl("lora_linear_backward_adapter", TORCH_BOX(&halfbyte::cpu::lora_linear_backward_adapter));
+  halfbyte::impl_both(m, "lora_linear", TORCH_BOX(&halfbyte::cpu::lora_linear));
+  halfbyte::impl_both(m, "lora_linear_backward_input", TORCH_BOX(&halfbyte::cpu::lora_linear_backward_input));
+  halfbyte::impl_both(m, "lora_linear_backward_adapter", TORCH_BOX(&halfbyte::cpu::lora_linear_backward_adapter));
 }

@@ -18,4 +18,4 @@ Tensor dropout_mask(const Tensor& input, const Tensor& seed, double p) {
 }  // namespace
 }  // namespace halfbyte::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(halfbyte, CUDA, m) { m.impl("dropout_mask", TORCH_BOX(&halfbyte::cuda::dropout_mask)); }
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CUDA, m) { halfbyte::impl_both(m, "dropout_mask", TORCH_BOX(&halfbyte::cuda::dropout_mask)); }

@@ -49,4 +49,4 @@ Tensor fp8_linear(const Tensor& input, const Tensor& packed, const std::optional
 }  // namespace
 }  // namespace halfbyte::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(halfbyte, CUDA, m) { m.impl("fp8_linear", TORCH_BOX(&halfbyte::cuda::fp8_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CUDA, m) { halfbyte::impl_both(m, "fp8_linear", TORCH_BOX(&halfbyte::cuda::fp8_linear)); }

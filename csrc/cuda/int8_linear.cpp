@@ -46,4 +46,4 @@ Tensor int8_linear(const Tensor& input, const Tensor& packed, const std::optiona
 }  // namespace
 }  // namespace halfbyte::cuda
 
-STABLE_TORCH_LIBRARY_IMPL(halfbyte, CUDA, m) { m.impl("int8_linear", TORCH_BOX(&halfbyte::cuda::int8_linear)); }
+STABLE_TORCH_LIBRARY_IMPL(halfbyte, CUDA, m) { halfbyte::impl_both(m, "int8_linear", TORCH_BOX(&halfbyte::cuda::int8_linear)); }

@@ -28,6 +28,6 @@ Tensor linear_backward_input(const Tensor& grad_output, const Tensor& packed, in
 }  // namespace halfbyte::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CUDA, m) {
-  m.impl("linear", TORCH_BOX(&halfbyte::cuda::linear));
-  m.impl("linear_backward_input", TORCH_BOX(&halfbyte::cuda::linear_backward_input));
+  halfbyte::impl_both(m, "linear", TORCH_BOX(&halfbyte::cuda::linear));
+  halfbyte::impl_both(m, "linear_backward_input", TORCH_BOX(&halfbyte::cuda::linear_backward_input));
 }

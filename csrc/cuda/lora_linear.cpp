@@ -105,7 +105,7 @@ std::tuple<Tensor, Tensor, Tensor> lora_linear_backward_adapter(const Tensor& gr
 }  // namespace halfbyte::cuda
 
 STABLE_TORCH_LIBRARY_IMPL(halfbyte, CUDA, m) {
-  m.impl("lora_linear", TORCH_BOX(&halfbyte::cuda::lora_linear));
-  m.impl("lora_linear_backward_input", TORCH_BOX(&halfbyte::cuda::lora_linear_backward_input));
-  m.impl("lora_linear_backward_adapter", TORCH_BOX(&halfbyte::cuda::lora_linear_backward_adapter));
+  halfbyte::impl_both(m, "lora_linear", TORCH_BOX(&halfbyte::cuda::lora_linear));
+  halfbyte::impl_both(m, "lora_linear_backward_input", TORCH_BOX(&halfbyte::cuda::lora_linear_backward_input));
+  halfbyte::impl_both(m, "lora_linear_backward_adapter", TORCH_BOX(&halfbyte::cuda::lora_linear_backward_adapter));
 }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -148,12 +147,11 @@ def _(grad_output: Tensor, packed: Tensor, format: int, block_size: int, in_feat
     return with_columns(grad_output, in_features)
 
 
-def _autocast_linear(device_type: str) -> Callable[..., Tensor]:
-    def kernel(input: Tensor, packed: Tensor, bias: Tensor | None, *sizes: int) -> Tensor:
-        dtype = torch.get_autocast_dtype(device_type)
-        return _linear(input.to(dtype), packed, None if bias is None else bias.to(dtype), *sizes)
+def autocast_linear(
+    dtype: torch.dtype, input: Tensor, packed: Tensor, bias: Tensor | None, *sizes: int
+) -> tuple[Any, ...]:
+    """The arguments of `linear`, or of an op with another product, in the autocast dtype; see `register_autocast`."""
+    return input.to(dtype), packed, None if bias is None else bias.to(dtype), *sizes
 
-    return kernel
 
-
-register_autocast("linear", _autocast_linear)
+register_autocast("linear", autocast_linear)

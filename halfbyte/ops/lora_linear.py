@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
-from halfbyte.ops.linear import linear_by_id
+from halfbyte.ops.linear import autocast_linear, linear_by_id
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, with_columns
 
 _lora_linear = overload("lora_linear")
@@ -103,10 +103,10 @@ def lora_linear_by_id(
     if dropout != 0.0:
         mask = draw_mask(input, dropout)
         scaling = scaling / (1.0 - dropout) if dropout < 1.0 else 0.0
+    arguments: tuple[Any, ...] = (input, packed, bias, lora_A, lora_B, scaling, *rest, mask)
     device_type = input.device.type
     if torch.is_autocast_enabled(device_type):  # before the node, so that it keeps and multiplies what was cast
-        input, bias, lora_A, lora_B = _cast(device_type, input, bias, lora_A, lora_B)
-    arguments = (input, packed, bias, lora_A, lora_B, scaling, *rest, mask)
+        arguments = _cast(torch.get_autocast_dtype(device_type), *arguments)
     if torch.compiler.is_compiling():
         return _lora_linear(*arguments)[0]
     differentiable = (input, bias, lora_A, lora_B)
@@ -274,17 +274,16 @@ def _(input: Tensor, seed: Tensor, p: float) -> Tensor:
     return with_columns(input, (input.shape[-1] + 7) // 8, torch.uint8)
 
 
-def _cast(device_type: str, *tensors: Tensor | None) -> tuple[Any, ...]:
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(None if t is None else t.to(dtype) for t in tensors)
+def _cast(
+    dtype: torch.dtype,
+    input: Tensor,
+    packed: Tensor,
+    bias: Tensor | None,
+    lora_A: Tensor,
+    lora_B: Tensor,
+    *rest: Any,
+) -> tuple[Any, ...]:
+    return *autocast_linear(dtype, input, packed, bias), lora_A.to(dtype), lora_B.to(dtype), *rest
 
 
-def _autocast_lora_linear(device_type: str) -> Callable[..., Any]:
-    def kernel(input: Tensor, packed: Tensor, bias: Tensor | None, lora_A: Tensor, lora_B: Tensor, *rest: Any) -> Any:
-        input, bias, lora_A, lora_B = _cast(device_type, input, bias, lora_A, lora_B)
-        return _lora_linear(input, packed, bias, lora_A, lora_B, *rest)
-
-    return kernel
-
-
-register_autocast("lora_linear", _autocast_lora_linear)
+register_autocast("lora_linear", _cast)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from halfbyte._library import differentiable, eager, overload, register_autocast, register_fake
 from halfbyte.formats import Format
-from halfbyte.ops.linear import _backward_by_id
+from halfbyte.ops.linear import _backward_by_id, autocast_linear
 from halfbyte.ops.quantize import FLOAT_DTYPES, FLOAT_NAMES, describe, with_columns
 
 
@@ -55,22 +55,14 @@ def register_linear(name: str, format: str) -> Callable[[Tensor, Tensor, Tensor 
         )
         return with_columns(input, packed.shape[0])
 
-    def autocast(device_type: str) -> Callable[..., Tensor]:
-        def kernel(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
-            dtype = torch.get_autocast_dtype(device_type)
-            output: Tensor = op(input.to(dtype), packed, None if bias is None else bias.to(dtype), in_features)
-            return output
-
-        return kernel
-
     register_fake(name)(fake)
-    register_autocast(name, autocast)
+    register_autocast(name, autocast_linear)
 
     def by_id(input: Tensor, packed: Tensor, bias: Tensor | None, in_features: int) -> Tensor:
         if torch.compiler.is_compiling():
             compiled: Tensor = op(input, packed, bias, in_features)
             return compiled
-        if torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad)):
+        if (input.requires_grad or (bias is not None and bias.requires_grad)) and torch.is_grad_enabled():
             recorded: Tensor = node(input, packed, bias, in_features)
             return recorded
         output: Tensor = call(input, packed, bias, in_features)

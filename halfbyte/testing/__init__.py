@@ -14,9 +14,9 @@ __all__ = ["ALL_FORMATS", "AWKWARD_K", "SPECS", "Call", "OpSpec", "keywords_of",
 
 
 def registered_ops() -> list[str]:
-    """Names of all ops in the `halfbyte` namespace."""
+    """Names of all ops in the `halfbyte` namespace, without those of overloads."""
     names = torch._C._dispatch_get_all_op_names()
-    return sorted(name.split("::")[1] for name in names if name.startswith("halfbyte::"))
+    return sorted({name.split("::")[1].split(".")[0] for name in names if name.startswith("halfbyte::")})
 
 
 def _no_arguments(device: str) -> Samples:

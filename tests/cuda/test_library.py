@@ -21,8 +21,11 @@ needs_library = pytest.mark.skipif(not LIBRARY.is_file(), reason="built without 
 
 
 def schemas() -> list[str]:
-    """Names of all ops of csrc/library.cpp that take tensors."""
-    return sorted(set(re.findall(r'm\.def\(\s*"(\w+)\(Tensor', (ROOT / "csrc" / "library.cpp").read_text())))
+    """Names of all ops of csrc/library.cpp that take tensors, overloads `eager` included."""
+    text = (ROOT / "csrc" / "library.cpp").read_text()
+    both = re.findall(r'def_both\(\s*m, "(\w+)",\s*"\(Tensor', text)
+    assert both
+    return sorted({*re.findall(r'm\.def\(\s*"(\w+)\(Tensor', text), *both, *(f"{name}.eager" for name in both)})
 
 
 @needs_library
