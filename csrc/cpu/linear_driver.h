@@ -100,8 +100,9 @@ inline TiledProduct tiled_product(const ProductSizes& f) {
   const LinearKernels& table = kernels().linear;
   const LinearArithmetic& arithmetic = table.in(f.compute);
   const int64_t K = f.layout.in_features, token_bytes = f.token_bytes();
+  const TiledCosts costs{double(arithmetic.decoding_tokens), 1.0 / 16 + double(arithmetic.sharing_rows) / double(f.rows)};
   return {f.tokens, f.rows, K, token_bytes, table.tile_tokens, K * table.tile_tokens, arithmetic.block_rows, table.scratch_bytes,
-          token_blocks(f.tokens, token_bytes, {double(arithmetic.decoding_tokens), 1.0 / 16})};
+          token_blocks(f.tokens, token_bytes, costs)};
 }
 
 // More tokens, rows decoded into panels.

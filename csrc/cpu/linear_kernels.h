@@ -63,14 +63,15 @@ struct TurnedFrom {
 
 // What the kernels do in one arithmetic.
 struct LinearArithmetic {
-  bool any_tokens;          // `tiled`, `turned` and `backward` have it; the next eight are for them
+  bool any_tokens;          // `tiled`, `turned` and `backward` have it; the next nine are for them
   int32_t block_rows;       // rows of `tiled`'s micro-kernel; no thread should get a part of them
   int32_t turned_rows;      // rows of `turned`'s micro-kernel
   int32_t matrix_tokens;    // tokens of a prepared matrix that lie together; no thread should get a part of them
   int32_t column_tokens;    // the most tokens of a call of `turned` and `backward`
   int32_t matrix_units;     // a prepared matrix takes so many units for each token, or a multiple
   int32_t packed_units;     // a matrix of whole matrix_tokens and matrix_units is taken as it lies, unless it has a multiple of so many
-  int32_t decoding_tokens;  // `tiled` decodes a weight in the time of multiplying it by so many tokens
+  int32_t decoding_tokens;  // `tiled` decodes a weight in the time of multiplying it by so many tokens,
+  int32_t sharing_rows;     // and reads a token that another thread has prepared in that of so many rows, and a sixteenth of all rows
   TurnedFrom turned_from;
   int32_t direct_tokens;    // up to this M the `direct` kernels are the faster ones; 0: they do not have it
 };
