@@ -25,7 +25,7 @@ from torch import nn
 
 import halfbyte.optim
 from halfbyte.nn import QuantLinear
-from halfbyte.ops import dequantize, linear, lora_linear, quantize
+from halfbyte.ops import linear, lora_linear
 
 CALLS = 200
 DEPTH, STACK_CALLS = 32, 10
@@ -132,18 +132,22 @@ def layers(report: harness.Report, grad: bool, backward: bool) -> None:
 
 
 def after_products(report: harness.Report) -> None:
-    x, weight, dense = torch.randn(1, 64), quantize(torch.randn(64, 64)), torch.randn(64, 64)
+    x, layer = torch.randn(1, 64), QuantLinear(64, 64, bias=False)
+    weight, dense_layer = layer.weight, nn.Linear(64, 64, bias=False)
+    dense = dense_layer.weight
     a, b, out = torch.randn(512, 192), torch.randn(192, 576), torch.empty(512, 576)
     op, calls = torch.ops.halfbyte.linear, 20
     after: dict[str, Callable[[], object]] = {
         "nothing": lambda: None,
+        "halfbyte QuantLinear": lambda: layer(x),
+        "dense nn.Linear": lambda: dense_layer(x),
         "halfbyte ops.linear": lambda: linear(x, weight, None, "nf4", 64),
         "halfbyte torch.ops": lambda: op(x, weight, None, 0, 64, 64),
         "F.linear": lambda: F.linear(x, dense),
     }
 
     def verify() -> None:
-        want = F.linear(x, dequantize(weight, "nf4", 64, torch.float32))
+        want = F.linear(x, layer.dequantize(torch.float32))
         for name, call in after.items():
             if name.startswith("halfbyte"):
                 torch.testing.assert_close(call(), want, rtol=1e-4, atol=1e-4)

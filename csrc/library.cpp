@@ -80,8 +80,8 @@ STABLE_TORCH_LIBRARY(halfbyte, m) {
   // frees the scratch memory that CPU threads keep between calls; bytes kept now, over all threads
   m.def("clear_workspace() -> ()");
   m.def("workspace_bytes() -> int");
-  // bytes that a call on tokens x packed (rows, row_bytes) takes of CPU memory beside its operands and its result, for plans: of the scratch
-  // of one thread, at most, and of temporaries. `rank`: of a low-rank part, whose own temporaries do not count; 0: none
+  // bytes that a call on tokens x packed (rows, row_bytes) takes of CPU memory beside its operands and its result, for plans: of the
+  // scratch of one thread, at most, and of temporaries. `rank`: of a low-rank part, whose own temporaries do not count; 0: none
   m.def("linear_memory(int tokens, int rows, int format, int block_size, int in_features, ScalarType dtype) -> (int, int)");
   m.def(
       "linear_backward_memory(int tokens, int rows, int rank, int format, int block_size, int in_features, ScalarType dtype) -> (int, "

@@ -43,31 +43,13 @@ struct TokenMatrix {
   }
 };
 
-// Tokens of a block of the backward or of turned weights, which threads share out by blocks and groups of columns: 5 groups (K = 576) are
-// no even work for 2 threads, and none at all for most of 16, nor are 600 tokens as 512 and 88. Every block decodes anew, which takes as
-// long as multiplying kDecodingTokens tokens. Blocks that threads prepare for themselves save them a sixteenth, as in token_blocks.
-inline int64_t column_block(const TokenMatrix& source, int64_t groups) {
-  constexpr int64_t kDecodingTokens = 16, kMultiple = 16;  // of every matrix_tokens
-  const int64_t tokens = source.tokens, threads = torch::stable::get_num_threads();
-  const int64_t most = kernels().linear.in(source.compute).column_tokens, fewest = (tokens + most - 1) / most;
-  int64_t best = 0, least = 0;
-  for (int64_t parts = fewest; parts <= fewest + threads && (parts == fewest || tokens / parts >= kMultiple); ++parts) {
-    const int64_t block = round_up((tokens + parts - 1) / parts, kMultiple);
-    const int64_t blocks = (tokens + block - 1) / block, work = blocks * groups, prepared = source.own_bytes(block);
-    const bool alone = prepared > 0 && prepared <= kOwnBytes && threads > 1 && blocks % threads == 0;
-    const int64_t time = (work + threads - 1) / threads * (std::min(block, tokens) + kDecodingTokens) * (alone ? 16 : 17);
-    if (parts == fewest || time < least) best = block, least = time;
-  }
-  return best;
-}
-
 // All of `g`, block after block: that of `token` is stride * token units behind the first.
 inline Tensor prepare_matrix(const TokenMatrix& g, int64_t tokens, int64_t block) {
   if (g.ready()) return *g.matrix;
   const int64_t together = kernels().linear.in(g.compute).matrix_tokens;
   Tensor units = new_buffer(*g.matrix, {g.bytes(tokens)}, ScalarType::Byte);
   auto* out = static_cast<char*>(units.mutable_data_ptr());
-  const int64_t strips = block / together, all = (tokens + together - 1) / together;
+  const int64_t strips = block / together, all = parts_of(tokens, together);
   parallel_rows(all, row_grain(g.columns * together), [&](int64_t begin, int64_t end) {
     for (int64_t at = begin; at < end;) {
       const int64_t token = at / strips * block, last = std::min(end, (at / strips + 1) * strips);
@@ -84,28 +66,44 @@ inline Tensor prepare_matrix(const TokenMatrix& g, int64_t tokens, int64_t block
 struct ColumnsProduct {
   TokenMatrix source;
   std::optional<TokenMatrix> low;
-  int64_t block, groups;
+  TokenBlocks blocks;     // threads that take blocks alone have as many each
+  int64_t groups;
   int64_t group_work;     // of a block and a group, as row_grain's work
   int64_t scratch_bytes;  // of a thread, beside units of its own
-  // Asked once, where the call begins: to a worker that it has just started, torch may say 1.
-  int64_t threads = torch::stable::get_num_threads();
 
-  int64_t blocks() const { return (source.tokens + block - 1) / block; }
-  int64_t own_bytes() const { return source.own_bytes(block) + (low ? low->own_bytes(block) : 0); }
-  // Whether every thread has whole blocks, for which it waits for none, and prepares them itself.
-  bool alone() const { return threads > 1 && blocks() % threads == 0 && own_blocks_fit(own_bytes(), scratch_bytes); }
+  bool alone() const { return blocks.threads > 1; }
+  int64_t own_bytes(int64_t tokens) const { return source.own_bytes(tokens) + (low ? low->own_bytes(tokens) : 0); }
   // What a thread leases.
-  int64_t workspace() const { return scratch_bytes + (alone() ? own_bytes() : 0); }
+  int64_t workspace() const { return scratch_bytes + (alone() ? own_bytes(blocks.tokens) : 0); }
   ProductMemory memory() const { return {workspace(), alone() ? 0 : source.own_bytes(source.tokens)}; }
 };
+
+// Of tokens whose elements meet `width` columns or rows each. token_work: of a token and a group; scratch(tokens): bytes that a thread
+// needs for a block.
+template <class Scratch>
+inline ColumnsProduct columns_product(const TokenMatrix& source, const std::optional<TokenMatrix>& low, int64_t groups, int64_t width,
+                                      int64_t token_work, const Scratch& scratch) {
+  const LinearArithmetic& arithmetic = kernels().linear.in(source.compute);
+  ColumnsProduct p{source, low, {}, groups, 0, 0};
+  const auto scratch_of = [&](int64_t block) { return scratch(std::min(source.tokens, block)); };
+  const BlockCosts costs{double(arithmetic.column_decoding),
+                         source.ready() ? 0 : sharing_cost(arithmetic.sharing_rows, width)};
+  constexpr int64_t kMultiple = 16;  // of every matrix_tokens
+  p.blocks = token_blocks(source.tokens, groups, arithmetic.column_tokens, kMultiple, costs,
+                          [&](int64_t block) { return own_blocks_fit(p.own_bytes(block), scratch_of(block)); });
+  p.group_work = token_work * p.blocks.tokens;
+  p.scratch_bytes = scratch_of(p.blocks.tokens);
+  return p;
+}
 
 // Runs it by multiply(first token, first group, end group, units of source, units of low, scratch).
 template <class Multiply>
 inline void run_columns(const ColumnsProduct& p, const Multiply& multiply) {
   const TokenMatrix& source = p.source;
-  const int64_t tokens = source.tokens, block = p.block, blocks = p.blocks(), groups = p.groups, grain = row_grain(p.group_work);
+  const int64_t tokens = source.tokens, block = p.blocks.tokens, blocks = parts_of(tokens, block), groups = p.groups;
+  const int64_t grain = row_grain(p.group_work);
   if (p.alone()) {
-    const int64_t threads = p.threads;
+    const int64_t threads = p.blocks.threads;
     parallel_rows(threads, (grain * threads + groups * blocks - 1) / (groups * blocks), [&](int64_t first, int64_t last) {
       const WorkspaceLease own(p.workspace());
       char* const units = static_cast<char*>(own.data()) + p.scratch_bytes;

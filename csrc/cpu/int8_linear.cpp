@@ -65,11 +65,10 @@ TiledProduct int8_tiled_product(int64_t whole, int64_t rows, const RowLayout& la
   const Int8LinearKernels& table = kernels().int8_linear;
   const int64_t K = layout.in_features, lanes = shared.lanes, token_bytes = unit_bytes(layout) + 4;  // with its factor
   const int64_t quantized_bytes = lanes * layout.row_bytes + 64;                                     // prepare_tiled reads past the rows
-  const double products_of_token = double(rows) * double(K);
-  const TiledCosts costs{double(table.decoding_tokens), double(table.sharing_rows) / double(rows),
-                         double(table.waiting_products) / products_of_token};
-  return {whole, rows, K, token_bytes, lanes, 4 * K * lanes, table.block_rows, std::max(shared.scratch_bytes, quantized_bytes),
-          token_blocks(whole, token_bytes, costs)};
+  const int64_t scratch_bytes = std::max(shared.scratch_bytes, quantized_bytes);
+  const BlockCosts costs{double(table.decoding_tokens), sharing_cost(table.sharing_rows, rows)};
+  return {whole, rows, K, token_bytes, lanes, 4 * K * lanes, table.block_rows, scratch_bytes,
+          tiled_blocks(whole, rows, table.block_rows, token_bytes, scratch_bytes, costs)};
 }
 
 struct Int8Product {

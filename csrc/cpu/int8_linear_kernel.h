@@ -223,9 +223,6 @@ void int8_tiled(const uint8_t* packed, int64_t row_begin, int64_t row_end, const
 // Three or four passes over rows that are in L2 take less than a vector of tokens that has to be turned, and one of them less than a vector
 // more. On tiles 16 tokens take little longer than 4.
 constexpr int32_t kInt8DirectTokens = kOnTiles<Int8Units> ? kPassTokens : kLanes == 16 ? 16 : kLanes == 8 ? 12 : kPassTokens;
-// Products that take as long as those of one multiply-add of bytes in AVX-512: measured there, and by their rates elsewhere ("int8_linear"
-// of benchmarks/README.md).
-constexpr int32_t kInt8Rate = kOnTiles<Int8Units> ? 768 : kLanes * Int8Units::kUnitElements;
 constexpr int32_t kInt8RestTokens = kOnTiles<Int8Units> ? 0 : kPassTokens;
 static_assert(kInt8DirectTokens <= kMostDirectTokens && kInt8RestTokens <= kMostDirectTokens);
 
@@ -239,9 +236,8 @@ constexpr Int8LinearKernels int8_linear_kernels() {
   k.direct_tokens = kInt8DirectTokens;
   k.rest_tokens = kInt8RestTokens;
   k.panel_rows = Layout<Int8Units>::kMany.rows;
-  k.decoding_tokens = kOnTiles<Int8Units> ? 128 : 8;
-  k.sharing_rows = (kInt8Rate + 7) / 8;
-  k.waiting_products = kInt8Rate << 15;
+  k.decoding_tokens = kOnTiles<Int8Units> ? 128 : kDecodingTokens;
+  k.sharing_rows = kOnTiles<Int8Units> ? 350 : kSharingRows;  // on tiles not measured
   k.prepare_direct = int8_prepare_direct;
   k.direct = int8_direct;
   k.prepare_tiled = int8_prepare_tiled;

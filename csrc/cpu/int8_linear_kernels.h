@@ -27,8 +27,7 @@ struct Int8LinearKernels {
   int32_t rest_tokens;       // and beside `tiled` for as many that fill no vector; 0: `tiled` takes all
   int32_t panel_rows;        // rows that `tiled` has together
   int32_t decoding_tokens;   // `tiled` decodes a weight in the time of multiplying it by so many tokens;
-  int32_t sharing_rows;      // reading a token that another thread has prepared takes as long as multiplying it by so many rows,
-  int32_t waiting_products;  // and waiting for that thread as long as so many products of two codes
+  int32_t sharing_rows;      // waiting for a token that another thread prepares and reading it: multiplying it by so many rows
 
   // rows (tokens, row_bytes) -> codes (tokens, padded K), their sums and the factors absmax / 127, one per token.
   void (*prepare_direct)(const uint8_t* rows, int64_t tokens, const RowLayout& layout, void* codes, int32_t* sums, float* factors);

@@ -14,7 +14,7 @@ struct Backward : ProductSizes {
 };
 
 inline int64_t column_groups(const ProductSizes& b) {
-  return (b.layout.in_features + kernels().linear.group - 1) / kernels().linear.group;
+  return parts_of(b.layout.in_features, kernels().linear.group);
 }
 
 // The low-rank part of a backward in units of `compute`: its weight, and its input as it was given.
@@ -79,12 +79,12 @@ inline void backward_direct(const Backward& b) {
   });
 }
 
-inline ColumnsProduct columns_product(const ProductSizes& b, const Tensor* grad, const std::optional<TokenMatrix>& low) {
+inline ColumnsProduct backward_product(const ProductSizes& b, const Tensor* grad, const std::optional<TokenMatrix>& low) {
   const LinearKernels& table = kernels().linear;
-  const TokenMatrix source(grad, b.dtype, b.tokens, b.rows, b.compute);
-  const int64_t groups = column_groups(b), block = column_block(source, groups), most = std::min(b.tokens, block);
-  return {source, low, block, groups, b.rows * table.group * most,
-          table.backward_scratch(b.compute, most, b.rows, groups, low ? low->columns : 0)};
+  const int64_t groups = column_groups(b), rank = low ? low->columns : 0;
+  return columns_product(TokenMatrix(grad, b.dtype, b.tokens, b.rows, b.compute), low, groups, b.layout.in_features,
+                         b.rows * table.group,
+                         [&](int64_t tokens) { return table.backward_scratch(b.compute, tokens, b.rows, groups, rank); });
 }
 
 // More tokens, columns decoded into panels.
@@ -92,12 +92,12 @@ inline void backward_tiled(const Backward& b) {
   const LinearKernels& table = kernels().linear;
   std::optional<LowRankColumns> low;
   if (b.low_weight) low.emplace(b, b.compute);
-  const ColumnsProduct p = columns_product(b, &b.grad, low ? std::optional(low->input) : std::nullopt);
+  const ColumnsProduct p = backward_product(b, &b.grad, low ? std::optional(low->input) : std::nullopt);
   run_columns(p, [&](int64_t token, int64_t group, int64_t group_end, const TokenUnits& units, const TokenUnits& low_units,
                      void* scratch) {
     std::optional<LowRank> addend;
     if (low) addend = low->with(low_units);
-    table.backward(b.packed, b.rows, group, group_end, b.layout, b.compute, units, std::min(b.tokens - token, p.block),
+    table.backward(b.packed, b.rows, group, group_end, b.layout, b.compute, units, std::min(b.tokens - token, p.blocks.tokens),
                    address(addend), b.target.from(token, 0), scratch);
   });
 }
@@ -112,7 +112,7 @@ inline ProductMemory backward_memory(const ProductSizes& b, int64_t rank) {
   if (b.tokens <= kPassTokens) return CallScratch::memory(RowSlices(b).sums_bytes);
   std::optional<TokenMatrix> low;
   if (rank != 0) low.emplace(nullptr, b.dtype, b.tokens, rank, b.compute);
-  return columns_product(b, nullptr, low).memory();
+  return backward_product(b, nullptr, low).memory();
 }
 
 // All contiguous; tokens are not 0, nor is N where nothing else is added.

@@ -100,9 +100,9 @@ inline TiledProduct tiled_product(const ProductSizes& f) {
   const LinearKernels& table = kernels().linear;
   const LinearArithmetic& arithmetic = table.in(f.compute);
   const int64_t K = f.layout.in_features, token_bytes = f.token_bytes();
-  const TiledCosts costs{double(arithmetic.decoding_tokens), 1.0 / 16 + double(arithmetic.sharing_rows) / double(f.rows)};
+  const BlockCosts costs{double(arithmetic.decoding_tokens), sharing_cost(arithmetic.sharing_rows, f.rows)};
   return {f.tokens, f.rows, K, token_bytes, table.tile_tokens, K * table.tile_tokens, arithmetic.block_rows, table.scratch_bytes,
-          token_blocks(f.tokens, token_bytes, costs)};
+          tiled_blocks(f.tokens, f.rows, arithmetic.block_rows, token_bytes, table.scratch_bytes, costs)};
 }
 
 // More tokens, rows decoded into panels.
@@ -125,10 +125,9 @@ inline void forward_tiled(const Forward& f) {
 
 inline ColumnsProduct turned_product(const ProductSizes& f, const Tensor* x) {
   const LinearKernels& table = kernels().linear;
-  const int64_t K = f.layout.in_features, run = table.in(f.compute).turned_rows, groups = (f.rows + run - 1) / run;
-  const TokenMatrix source(x, f.dtype, f.tokens, K, f.compute);
-  const int64_t block = column_block(source, groups);
-  return {source, std::nullopt, block, groups, K * run * block, table.turned_scratch(f.compute, std::min(f.tokens, block), f.rows, K)};
+  const int64_t K = f.layout.in_features, run = table.in(f.compute).turned_rows;
+  return columns_product(TokenMatrix(x, f.dtype, f.tokens, K, f.compute), std::nullopt, parts_of(f.rows, run), f.rows, K * run,
+                         [&](int64_t tokens) { return table.turned_scratch(f.compute, tokens, f.rows, K); });
 }
 
 // Many tokens, or some of a layer with few rows: weights are turned.
@@ -141,7 +140,7 @@ inline void forward_turned(const Forward& f) {
   run_columns(p, [&](int64_t token, int64_t group, int64_t group_end, const TokenUnits& units, const TokenUnits&, void* scratch) {
     const auto addend = low.addend(token);
     table.turned(f.packed, group * run, std::min(group_end * run, f.rows), f.layout, f.compute, units,
-                 std::min(f.tokens - token, p.block), address(addend), f.target.from(token, 0), scratch);
+                 std::min(f.tokens - token, p.blocks.tokens), address(addend), f.target.from(token, 0), scratch);
   });
 }
 

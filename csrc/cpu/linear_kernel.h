@@ -196,7 +196,8 @@ class NextRows {
 
 constexpr int64_t kStoredRows = 16;  // whose outputs are rounded and stored together
 
-// Sums of R rows and M tokens -> results (M, kStoredRows). `share`: bytes of R rows for each group of a row. `places`: of the first stretch.
+// Sums of R rows and M tokens -> results (M, kStoredRows). `share`: bytes of R rows for each group of a row. `places`: of the first
+// stretch.
 template <class Product, Codes codes, int R, int M>
 inline void direct_rows(const uint8_t* packed, int64_t row, const RowLayout& l, int64_t share, const Decoder<Product, codes>& decoder,
                         const typename Decoder<Product, codes>::DirectScales::Places& places, const float* x, const LowRank* low_rank,

@@ -61,9 +61,14 @@ struct TurnedFrom {
   static constexpr TurnedFrom always() { return {0, INT32_MAX, INT32_MAX, 0}; }
 };
 
+// With all instruction sets but tiles, as measured on a Zen 4: a weight is decoded in the time of its products with so many tokens, and a
+// token that another thread prepares is waited for and read in that of its products with so many rows. Lines come from other cores at
+// one rate, whatever is in them: of narrower elements there are as many more as their products are faster.
+constexpr int32_t kDecodingTokens = 8, kSharingRows = 48;
+
 // What the kernels do in one arithmetic.
 struct LinearArithmetic {
-  bool any_tokens;          // `tiled`, `turned` and `backward` have it; the next nine are for them
+  bool any_tokens;          // `tiled`, `turned` and `backward` have it; the next ten are for them
   int32_t block_rows;       // rows of `tiled`'s micro-kernel; no thread should get a part of them
   int32_t turned_rows;      // rows of `turned`'s micro-kernel
   int32_t matrix_tokens;    // tokens of a prepared matrix that lie together; no thread should get a part of them
@@ -71,7 +76,8 @@ struct LinearArithmetic {
   int32_t matrix_units;     // a prepared matrix takes so many units for each token, or a multiple
   int32_t packed_units;     // a matrix of whole matrix_tokens and matrix_units is taken as it lies, unless it has a multiple of so many
   int32_t decoding_tokens;  // `tiled` decodes a weight in the time of multiplying it by so many tokens,
-  int32_t sharing_rows;     // and reads a token that another thread has prepared in that of so many rows, and a sixteenth of all rows
+  int32_t column_decoding;  // `turned` and `backward` in that of so many
+  int32_t sharing_rows;     // a token from another thread takes the time of multiplying it by so many rows or columns
   TurnedFrom turned_from;
   int32_t direct_tokens;    // up to this M the `direct` kernels are the faster ones; 0: they do not have it
 };

@@ -147,8 +147,9 @@ constexpr LinearKernels linear_kernels() {
                                       .column_tokens = int32_t(C::kMostTokens),
                                       .matrix_units = int32_t(kUnitMultiple<P>),
                                       .packed_units = C::kPackedUnits,
-                                      .decoding_tokens = kOnTiles<P> ? 40 : 16,
-                                      .sharing_rows = kLanes == 8 ? 40 : 0,  // on a Zen 3; past AVX2 not measured
+                                      .decoding_tokens = kOnTiles<P> ? 40 : kDecodingTokens,
+                                      .column_decoding = kOnTiles<P> ? 16 : kDecodingTokens,
+                                      .sharing_rows = kOnTiles<P> ? 0 : kSharingRows,  // on tiles not measured
                                       .turned_from = C::kTurnedFrom,
                                       .direct_tokens = 0};
     constexpr int64_t forward = Layout<P>::kMany.floats() + Layout<P>::kSumsFloats;

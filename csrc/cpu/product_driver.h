@@ -108,30 +108,40 @@ inline bool own_blocks_fit(int64_t own_bytes, int64_t scratch_bytes) {
   return own_bytes <= kOwnBytes && own_bytes + scratch_bytes <= kWorkspaceLimit;
 }
 
-// Threads of the forward that take blocks of tokens of their own through all rows, or 1: all of them share the rows for one block after
-// the other. On its own, a thread waits for nobody and reads the activations that it prepared itself; but it decodes all of the weight.
+// Threads that take blocks of tokens of their own through all of a weight, or 1: all of them share out every block, by rows or columns of
+// the weight. On its own, a thread waits for nobody and reads the tokens that it prepared itself; but it decodes all of the weight.
 struct TokenBlocks {
   int64_t threads;
   int64_t tokens;  // of each block but the last
 };
 
-// What `tiled` takes beside products, in those of so many tokens with all rows.
-struct TiledCosts {
-  double decoding;     // all rows
-  double sharing;      // waiting for what other threads have prepared, and reading it: a part of all products,
-  double waiting = 0;  // and so many more
+// What a block of tokens takes beside its products.
+struct BlockCosts {
+  double decoding;  // the weight, anew for each block: the products of so many tokens
+  double sharing;   // waiting for tokens that other threads prepare, and reading them: a part of all products
 };
 
-inline TokenBlocks token_blocks(int64_t tokens, int64_t token_bytes, const TiledCosts& costs) {
-  const auto parts = [](int64_t of, int64_t size) { return (of + size - 1) / size; };
-  constexpr int64_t kMultiple = 32;  // of whole vectors and tiles
-  const int64_t threads = torch::stable::get_num_threads();
-  const int64_t rounds = parts(tokens, kLinearTokens * threads), block = round_up(parts(tokens, rounds * threads), kMultiple);
-  const double alone = double(rounds) * (double(block) + costs.decoding);
-  const double together = (double(tokens) + double(parts(tokens, kLinearTokens)) * costs.decoding) / double(threads);
-  const bool fit = own_blocks_fit(block * token_bytes, kernels().linear.scratch_bytes);
-  if (threads > 1 && fit && alone <= together * (1 + costs.sharing) + costs.waiting) return {threads, block};
-  return {1, std::min(tokens, kLinearTokens)};
+// `width`: what a token's element meets, rows of the weight or columns.
+inline double sharing_cost(int64_t sharing_rows, int64_t width) { return 1.0 / 32 + double(sharing_rows) / double(width); }
+
+inline int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
+// Of the blocks of a multiple of `multiple`, and at most `most` tokens, those that take least time with `groups` of rows or columns that
+// no two threads share: 5 groups (K = 576) are no even work for 2 threads, and none at all for most of 16, nor are 600 tokens as 512 and
+// 88. fits(tokens) says whether a thread has room for a block of its own.
+template <class Fits>
+inline TokenBlocks token_blocks(int64_t tokens, int64_t groups, int64_t most, int64_t multiple, const BlockCosts& costs, const Fits& fits) {
+  const int64_t threads = torch::stable::get_num_threads(), fewest = parts_of(tokens, most);
+  TokenBlocks best{};
+  double least = 0;
+  for (int64_t parts = fewest; parts <= fewest + threads && (parts == fewest || tokens / parts >= multiple); ++parts) {
+    const int64_t block = round_up(parts_of(tokens, parts), multiple), blocks = parts_of(tokens, block);
+    const bool alone = threads > 1 && blocks % threads == 0 && fits(block);
+    const double products = double(std::min(block, tokens)) + costs.decoding;
+    const double time = double(parts_of(blocks * groups, threads)) * products * (alone ? 1 : 1 + costs.sharing);
+    if (parts == fewest || time < least) best = {alone ? threads : 1, block}, least = time;
+  }
+  return best;
 }
 
 // A product whose tokens are prepared into units, block by block, before rows of the weight, decoded into panels, meet them.
@@ -145,12 +155,20 @@ struct TiledProduct {
   TokenBlocks blocks;
 
   // Tokens that a buffer of units has room for.
-  int64_t width() const { return round_up(blocks.tokens, kernels().linear.tile_tokens); }
+  int64_t width() const { return round_up(std::min(tokens, blocks.tokens), kernels().linear.tile_tokens); }
   int64_t units_bytes() const { return width() * token_bytes; }
   // What a thread leases.
   int64_t workspace() const { return scratch_bytes + (blocks.threads > 1 ? units_bytes() : 0); }
   ProductMemory memory() const { return {workspace(), blocks.threads > 1 ? 0 : units_bytes()}; }
 };
+
+// Its blocks, whole vectors and tiles.
+inline TokenBlocks tiled_blocks(int64_t tokens, int64_t rows, int64_t block_rows, int64_t token_bytes, int64_t scratch_bytes,
+                                const BlockCosts& costs) {
+  return token_blocks(tokens, parts_of(rows, block_rows), kLinearTokens, 32, costs, [&](int64_t block) {
+    return own_blocks_fit(round_up(block, kernels().linear.tile_tokens) * token_bytes, scratch_bytes);
+  });
+}
 
 struct TokenBlock {
   int64_t first, count;
@@ -165,9 +183,9 @@ template <class Prepare, class Multiply>
 inline void run_tiled(const TiledProduct& p, const Tensor& like, const Prepare& prepare, const Multiply& multiply) {
   const int64_t threads = p.blocks.threads, tokens = p.blocks.tokens;
   const auto block_from = [&](int64_t m, int64_t thread) { return TokenBlock{m, std::min(p.tokens - m, tokens), thread}; };
-  const auto granules_of = [&](const TokenBlock& b) { return (b.count + p.granule_tokens - 1) / p.granule_tokens; };
+  const auto granules_of = [&](const TokenBlock& b) { return parts_of(b.count, p.granule_tokens); };
   if (threads > 1) {
-    const int64_t blocks = (p.tokens + tokens - 1) / tokens, parts = std::min(threads, blocks);
+    const int64_t blocks = parts_of(p.tokens, tokens), parts = std::min(threads, blocks);
     parallel_rows(parts, row_grain(tokens * p.rows * p.in_features), [&](int64_t first, int64_t last) {
       // Units in the thread's own scratch: in new memory they would mostly be in another core's caches.
       const WorkspaceLease own(p.workspace());
