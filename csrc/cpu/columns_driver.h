@@ -86,10 +86,10 @@ inline ColumnsProduct columns_product(const TokenMatrix& source, const std::opti
   const LinearArithmetic& arithmetic = kernels().linear.in(source.compute);
   ColumnsProduct p{source, low, {}, groups, 0, 0};
   const auto scratch_of = [&](int64_t block) { return scratch(std::min(source.tokens, block)); };
-  const BlockCosts costs{double(arithmetic.column_decoding),
-                         source.ready() ? 0 : sharing_cost(arithmetic.sharing_rows, width)};
+  const double sharing = source.ready() ? 0 : sharing_cost(arithmetic.sharing_rows, width);
+  const BlockCosts costs{groups, false, double(arithmetic.column_decoding), sharing};
   constexpr int64_t kMultiple = 16;  // of every matrix_tokens
-  p.blocks = token_blocks(source.tokens, groups, arithmetic.column_tokens, kMultiple, costs,
+  p.blocks = token_blocks(source.tokens, arithmetic.column_tokens, kMultiple, costs,
                           [&](int64_t block) { return own_blocks_fit(p.own_bytes(block), scratch_of(block)); });
   p.group_work = token_work * p.blocks.tokens;
   p.scratch_bytes = scratch_of(p.blocks.tokens);

@@ -66,9 +66,8 @@ TiledProduct int8_tiled_product(int64_t whole, int64_t rows, const RowLayout& la
   const int64_t K = layout.in_features, lanes = shared.lanes, token_bytes = unit_bytes(layout) + 4;  // with its factor
   const int64_t quantized_bytes = lanes * layout.row_bytes + 64;                                     // prepare_tiled reads past the rows
   const int64_t scratch_bytes = std::max(shared.scratch_bytes, quantized_bytes);
-  const BlockCosts costs{double(table.decoding_tokens), sharing_cost(table.sharing_rows, rows)};
   return {whole, rows, K, token_bytes, lanes, 4 * K * lanes, table.block_rows, scratch_bytes,
-          tiled_blocks(whole, rows, table.block_rows, token_bytes, scratch_bytes, costs)};
+          tiled_blocks(whole, rows, table.block_rows, token_bytes, scratch_bytes, table.decoding_tokens, table.sharing_rows)};
 }
 
 struct Int8Product {

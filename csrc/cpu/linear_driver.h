@@ -100,9 +100,10 @@ inline TiledProduct tiled_product(const ProductSizes& f) {
   const LinearKernels& table = kernels().linear;
   const LinearArithmetic& arithmetic = table.in(f.compute);
   const int64_t K = f.layout.in_features, token_bytes = f.token_bytes();
-  const BlockCosts costs{double(arithmetic.decoding_tokens), sharing_cost(arithmetic.sharing_rows, f.rows)};
+  const TokenBlocks blocks = tiled_blocks(f.tokens, f.rows, arithmetic.block_rows, token_bytes, table.scratch_bytes,
+                                          arithmetic.decoding_tokens, arithmetic.sharing_rows);
   return {f.tokens, f.rows, K, token_bytes, table.tile_tokens, K * table.tile_tokens, arithmetic.block_rows, table.scratch_bytes,
-          tiled_blocks(f.tokens, f.rows, arithmetic.block_rows, token_bytes, table.scratch_bytes, costs)};
+          blocks};
 }
 
 // More tokens, rows decoded into panels.

@@ -115,30 +115,32 @@ struct TokenBlocks {
   int64_t tokens;  // of each block but the last
 };
 
-// What a block of tokens takes beside its products.
+// How blocks of tokens are multiplied, and what that takes beside products.
 struct BlockCosts {
+  int64_t groups;   // of rows or columns of the weight, one thread's each: 5 (K = 576) are no even work for 2 threads
+  bool in_turn;     // threads share out one block after the other, not the groups of all blocks
   double decoding;  // the weight, anew for each block: the products of so many tokens
   double sharing;   // waiting for tokens that other threads prepare, and reading them: a part of all products
 };
 
-// `width`: what a token's element meets, rows of the weight or columns.
+// A 32nd, and of `width`, the rows or columns that each element of a token meets, `sharing_rows`.
 inline double sharing_cost(int64_t sharing_rows, int64_t width) { return 1.0 / 32 + double(sharing_rows) / double(width); }
 
 inline int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
-// Of the blocks of a multiple of `multiple`, and at most `most` tokens, those that take least time with `groups` of rows or columns that
-// no two threads share: 5 groups (K = 576) are no even work for 2 threads, and none at all for most of 16, nor are 600 tokens as 512 and
-// 88. fits(tokens) says whether a thread has room for a block of its own.
+// Of the blocks of a multiple of `multiple`, and at most `most` tokens, those that take least time. fits(tokens) says whether a thread has
+// room for a block of its own.
 template <class Fits>
-inline TokenBlocks token_blocks(int64_t tokens, int64_t groups, int64_t most, int64_t multiple, const BlockCosts& costs, const Fits& fits) {
+inline TokenBlocks token_blocks(int64_t tokens, int64_t most, int64_t multiple, const BlockCosts& costs, const Fits& fits) {
   const int64_t threads = torch::stable::get_num_threads(), fewest = parts_of(tokens, most);
   TokenBlocks best{};
   double least = 0;
   for (int64_t parts = fewest; parts <= fewest + threads && (parts == fewest || tokens / parts >= multiple); ++parts) {
     const int64_t block = round_up(parts_of(tokens, parts), multiple), blocks = parts_of(tokens, block);
     const bool alone = threads > 1 && blocks % threads == 0 && fits(block);
-    const double products = double(std::min(block, tokens)) + costs.decoding;
-    const double time = double(parts_of(blocks * groups, threads)) * products * (alone ? 1 : 1 + costs.sharing);
+    const bool in_turn = costs.in_turn && !alone;
+    const int64_t work = in_turn ? blocks * parts_of(costs.groups, threads) : parts_of(blocks * costs.groups, threads);
+    const double time = double(work) * (double(std::min(block, tokens)) + costs.decoding) * (alone ? 1 : 1 + costs.sharing);
     if (parts == fewest || time < least) best = {alone ? threads : 1, block}, least = time;
   }
   return best;
@@ -162,10 +164,11 @@ struct TiledProduct {
   ProductMemory memory() const { return {workspace(), blocks.threads > 1 ? 0 : units_bytes()}; }
 };
 
-// Its blocks, whole vectors and tiles.
+// Its blocks, of whole vectors and tiles.
 inline TokenBlocks tiled_blocks(int64_t tokens, int64_t rows, int64_t block_rows, int64_t token_bytes, int64_t scratch_bytes,
-                                const BlockCosts& costs) {
-  return token_blocks(tokens, parts_of(rows, block_rows), kLinearTokens, 32, costs, [&](int64_t block) {
+                                int32_t decoding_tokens, int32_t sharing_rows) {
+  const BlockCosts costs{parts_of(rows, block_rows), true, double(decoding_tokens), sharing_cost(sharing_rows, rows)};
+  return token_blocks(tokens, kLinearTokens, 32, costs, [&](int64_t block) {
     return own_blocks_fit(round_up(block, kernels().linear.tile_tokens) * token_bytes, scratch_bytes);
   });
 }

@@ -82,6 +82,25 @@ def test_threads_keep_what_is_planned_for_each(dtype: torch.dtype) -> None:
             assert OPS.workspace_bytes() in (planned[0], 2 * planned[0]), (name, tokens)
 
 
+def shared_bytes(tokens: int, rows: int, columns: int) -> int:
+    """Of tokens that int8_linear prepares for the whole call: what a thread prepares for itself lies in its scratch."""
+    arguments = products(tokens, rows, columns, torch.float32)["int8_linear"]
+    planned = cpu_memory("halfbyte.int8_linear.default", arguments)
+    assert planned is not None
+    return planned[1]
+
+
+@pytest.mark.usefixtures("two_threads")
+def test_two_threads_share_out_tokens_of_narrow_layers_and_rows_of_wide_ones() -> None:
+    assert shared_bytes(128, 192, 576) == 0
+    assert shared_bytes(64, 4096, 4096) >= 64 * 4096
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_one_thread_prepares_all_tokens_for_the_call() -> None:
+    assert shared_bytes(128, 192, 576) >= 128 * 576
+
+
 FIRST_CALLS = """
 import json
 import threading
