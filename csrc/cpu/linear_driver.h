@@ -102,8 +102,8 @@ inline TiledProduct tiled_product(const ProductSizes& f) {
   const int64_t K = f.layout.in_features, token_bytes = f.token_bytes();
   const TokenBlocks blocks = tiled_blocks(f.tokens, f.rows, arithmetic.block_rows, token_bytes, table.scratch_bytes,
                                           arithmetic.decoding_tokens, arithmetic.sharing_rows);
-  return {f.tokens, f.rows, K, token_bytes, table.tile_tokens, K * table.tile_tokens, arithmetic.block_rows, table.scratch_bytes,
-          blocks};
+  return {f.tokens, f.rows, K, token_bytes, table.tile_tokens, K * table.tile_tokens, arithmetic.block_rows,
+          table.scratch_bytes, blocks};
 }
 
 // More tokens, rows decoded into panels.

@@ -35,6 +35,8 @@ struct ProductMemory {
   std::tuple<int64_t, int64_t> both() const { return {kept, temporary}; }
 };
 
+inline int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
+
 inline int64_t elements_per_unit(Compute compute) { return compute == Compute::kBFloat16 ? 2 : 1; }
 
 // Bytes for `elements` in units of `compute`.
@@ -98,7 +100,7 @@ class CallScratch {
 // Rows in whole blocks of `block_rows`, `grain` blocks at least for a thread.
 template <class Body>
 inline void parallel_blocks(int64_t rows, int64_t block_rows, int64_t grain, const Body& body) {
-  parallel_rows((rows + block_rows - 1) / block_rows, grain,
+  parallel_rows(parts_of(rows, block_rows), grain,
                 [&](int64_t begin, int64_t end) { body(begin * block_rows, std::min(end * block_rows, rows)); });
 }
 
@@ -125,8 +127,6 @@ struct BlockCosts {
 
 // A 32nd, and of `width`, the rows or columns that each element of a token meets, `sharing_rows`.
 inline double sharing_cost(int64_t sharing_rows, int64_t width) { return 1.0 / 32 + double(sharing_rows) / double(width); }
-
-inline int64_t parts_of(int64_t n, int64_t size) { return (n + size - 1) / size; }
 
 // Of the blocks of a multiple of `multiple`, and at most `most` tokens, those that take least time. fits(tokens) says whether a thread has
 // room for a block of its own.
