@@ -16,14 +16,26 @@ constexpr int kByTurns = 4;
 using Floats = __m256;
 using Ints = __m256i;
 
+// A constant of every lane that comes from memory: GCC makes what it sees to be one anew in every step, by three instructions.
+template <uint32_t LANE>
+[[gnu::always_inline]] inline Ints from_memory() {
+  alignas(32) static constexpr uint32_t kLanes[kWidth] = {LANE, LANE, LANE, LANE, LANE, LANE, LANE, LANE};
+  Ints lanes;
+  asm("vmovdqa %1, %0" : "=x"(lanes) : "m"(kLanes));
+  return lanes;
+}
+
+inline Ints bits(Floats a) { return _mm256_castps_si256(a); }
 inline Floats splat(float x) { return _mm256_set1_ps(x); }
 inline Ints splat_bits(uint32_t x) { return _mm256_set1_epi32(int(x)); }
 inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
 inline Floats load_as(const float* p) { return _mm256_loadu_ps(p); }
 inline Floats load_as(const BFloat16* p) {
-  const __m128i half = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(half), 16));
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  const __m256i places = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                                          -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+  return _mm256_castsi256_ps(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(words), places));
 }
 inline Floats load_as(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 template <class T>
@@ -44,14 +56,19 @@ inline void store_as(BFloat16* p, Floats x) {
   const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(half, half), 0x08);
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
 }
-inline void store_pair_as(BFloat16* p, Floats a, Floats b) {
+[[gnu::always_inline]] inline void store_pair_as(BFloat16* p, Floats a, Floats b) {
   const __m256 nan = _mm256_cmp_ps(a, b, _CMP_UNORD_Q);
   if (!_mm256_testz_ps(nan, nan)) [[unlikely]] {
     store_as(p, a);
     store_as(p + kWidth, b);
     return;
   }
-  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), narrow_floats<BFloat16>(a, b));
+  const Ints lowest_kept = from_memory<0x10000>(), below_half = from_memory<0x7FFF>();
+  const auto rounded = [&](Floats x) __attribute__((always_inline)) {  // to nearest even
+    const Ints odd = _mm256_cmpeq_epi32(_mm256_and_si256(bits(x), lowest_kept), lowest_kept);
+    return _mm256_sub_epi32(_mm256_add_epi32(bits(x), below_half), odd);
+  };
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), upper_words(rounded(a), rounded(b)));
 }
 inline void store_as(Float16* p, Floats x) {
   _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
@@ -70,7 +87,6 @@ inline Floats square_root(Floats a) { return _mm256_sqrt_ps(a); }
 inline Floats fma(Floats a, Floats b, Floats c) { return _mm256_fmadd_ps(a, b, c); }
 inline Floats minimum(Floats a, Floats b) { return _mm256_min_ps(a, b); }
 inline Floats maximum(Floats a, Floats b) { return _mm256_max_ps(a, b); }
-inline Ints bits(Floats a) { return _mm256_castps_si256(a); }
 inline Floats from_bits(Ints a) { return _mm256_castsi256_ps(a); }
 inline Ints bit_and(Ints a, Ints b) { return _mm256_and_si256(a, b); }
 inline Ints bit_xor(Ints a, Ints b) { return _mm256_xor_si256(a, b); }
@@ -189,44 +205,38 @@ inline Floats code_floats_of_first(const uint8_t* p, int64_t count, uint8_t rest
 using CodeGroup = const uint8_t*;
 inline CodeGroup load_code_group(const uint8_t* p) { return p; }
 inline Floats code_floats(CodeGroup group, int j) { return code_floats(group + j * kWidth); }
-// The upper halves of 4 vectors' lanes, as packs leaves them: in pairs, order mixed by 128 bits.
-struct Halves {
-  __m256i low, high;
-};
-[[gnu::always_inline]] inline Halves upper_halves(const Ints (&words)[4]) {
-  const auto upper = [](__m256i a, __m256i b) { return _mm256_packus_epi32(_mm256_srli_epi32(a, 16), _mm256_srli_epi32(b, 16)); };
-  return {upper(words[0], words[1]), upper(words[2], words[3])};
-}
-// 1 for positive, 0 for zero and -1 for negative floats, in the same order: saturation turns their bits into the largest
-// and the smallest 16-bit number.
-[[gnu::always_inline]] inline Halves signs(const float* x) {
-  return {_mm256_packs_epi32(bits(load(x)), bits(load(x + 8))), _mm256_packs_epi32(bits(load(x + 16)), bits(load(x + 24)))};
-}
-using Codes = __m256i;  // in that order
+using Codes = __m256i;  // those of 4 vectors, in dwords of one vector's by 128 bits: order mixed
 [[gnu::always_inline]] inline void store_codes(uint8_t* p, Codes codes) {
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p),
                       _mm256_permutevar8x32_epi32(codes, _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7)));
 }
-[[gnu::always_inline]] inline Codes signed_codes(const Ints (&words)[4], const float* x) {
-  const Halves upper = upper_halves(words), sign = signs(x);
-  const auto code = [](__m256i half, __m256i test) {
-    const __m256i m = _mm256_sub_epi16(half, _mm256_set1_epi16(0x4300));  // 128.0
-    return _mm256_add_epi16(_mm256_sign_epi16(m, test), _mm256_set1_epi16(127));
-  };
-  return _mm256_packus_epi16(code(upper.low, sign.low), code(upper.high, sign.high));
+// 127 for positive, 0 for zero and -128 for negative floats, in that order: saturation turns their bits into the largest and the
+// smallest number.
+[[gnu::always_inline]] inline Codes signs(const float* x) {
+  const auto words = [&](int i) { return _mm256_packs_epi32(bits(load(x + i)), bits(load(x + i + kWidth))); };
+  return _mm256_packs_epi16(words(0), words(2 * kWidth));
 }
+// The third byte of each lane.
 [[gnu::always_inline]] inline Codes unsigned_codes(const Ints (&words)[4]) {
-  const Halves upper = upper_halves(words);
-  const __m256i low_byte = _mm256_set1_epi16(0xFF);
-  return _mm256_packus_epi16(_mm256_and_si256(upper.low, low_byte), _mm256_and_si256(upper.high, low_byte));
+  const auto bytes = [&]<int J>() __attribute__((always_inline)) {
+    const auto at = [](int place, int from) { return char(place == J ? from : -1); };
+    const __m128i places = _mm_setr_epi8(at(0, 2), at(0, 6), at(0, 10), at(0, 14), at(1, 2), at(1, 6), at(1, 10), at(1, 14),  //
+                                         at(2, 2), at(2, 6), at(2, 10), at(2, 14), at(3, 2), at(3, 6), at(3, 10), at(3, 14));
+    return _mm256_shuffle_epi8(words[J], _mm256_broadcastsi128_si256(places));
+  };
+  return _mm256_or_si256(_mm256_or_si256(bytes.template operator()<0>(), bytes.template operator()<1>()),
+                         _mm256_or_si256(bytes.template operator()<2>(), bytes.template operator()<3>()));
+}
+[[gnu::always_inline]] inline Codes signed_codes(const Ints (&words)[4], const float* x) {
+  const __m256i m = unsigned_codes(words), zero = from_memory<0x7F7F7F7F>();
+  return _mm256_blendv_epi8(_mm256_add_epi8(zero, m), _mm256_subs_epu8(zero, m), signs(x));
 }
 inline bool any_half_below_or_zero(Ints a, uint32_t limit, Codes codes) {
   const __m256i either = _mm256_or_si256(halves_below(a, limit), _mm256_cmpeq_epi8(codes, _mm256_setzero_si256()));
   return !_mm256_testz_si256(either, either);
 }
 inline Codes positive_not_zero(Codes codes, const float* x) {
-  const Halves sign = signs(x);
-  return _mm256_max_epu8(codes, _mm256_min_epu8(_mm256_packs_epi16(sign.low, sign.high), _mm256_set1_epi8(1)));
+  return _mm256_max_epu8(codes, _mm256_min_epu8(signs(x), _mm256_set1_epi8(1)));
 }
 
 }  // namespace

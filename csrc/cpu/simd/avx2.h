@@ -25,9 +25,11 @@ inline __m256i round_bf16(__m256 v) {
   return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
 }
 
-// The upper words of 16 dwords, in order.
+// The upper words of 16 dwords, in order. Bytes are shuffled: Zen 2 shifts in one of its units alone.
 inline __m256i upper_words(__m256i low, __m256i high) {
-  return _mm256_permute4x64_epi64(_mm256_packus_epi32(_mm256_srli_epi32(low, 16), _mm256_srli_epi32(high, 16)), 0xD8);
+  const __m256i first = _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1));
+  const __m256i second = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 2, 3, 6, 7, 10, 11, 14, 15));
+  return _mm256_permute4x64_epi64(_mm256_or_si256(_mm256_shuffle_epi8(low, first), _mm256_shuffle_epi8(high, second)), 0xD8);
 }
 
 // 16 floats -> 16 words of T (BFloat16 or Float16), in order. NaN as for round_bf16.
