@@ -24,6 +24,7 @@ COLUMNS = {
     "avx512_vnni": "avx512_vnni, Ice Lake",
     "avx512_vnni_xeon": "avx512_vnni, forced on a Xeon with AMX",
     "avx512_vnni_zen4": "avx512_vnni, forced on Zen 4",
+    "avx2_zen2": "avx2, Zen 2",
     "avx2": "avx2, Zen 3",
     "avx2_zen4": "avx2, forced on Zen 4",
     "avx2_zen5": "avx2, forced on Zen 5",

@@ -215,7 +215,7 @@ TABLES = {
     "speed": speed,
     "speed amx": lambda: speed("amx"),
     "speed avx512_zen5": lambda: speed("avx512_zen5"),
-    "speed avx2": lambda: speed("avx2"),
+    "speed avx2_zen2": lambda: speed("avx2_zen2"),
     "speed avx512_vnni": lambda: speed("avx512_vnni"),
     "whole runs": whole_runs,
     "gpu": gpu,
