@@ -64,10 +64,7 @@ inline void store_as(BFloat16* p, Floats x) {
     return;
   }
   const Ints lowest_kept = from_memory<0x10000>(), below_half = from_memory<0x7FFF>();
-  const auto rounded = [&](Floats x) __attribute__((always_inline)) {  // to nearest even
-    const Ints odd = _mm256_cmpeq_epi32(_mm256_and_si256(bits(x), lowest_kept), lowest_kept);
-    return _mm256_sub_epi32(_mm256_add_epi32(bits(x), below_half), odd);
-  };
+  const auto rounded = [&](Floats x) { return round_bf16(x, lowest_kept, below_half); };
   _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), upper_words(rounded(a), rounded(b)));
 }
 inline void store_as(Float16* p, Floats x) {
@@ -216,7 +213,7 @@ using Codes = __m256i;  // those of 4 vectors, in dwords of one vector's by 128 
   const auto words = [&](int i) { return _mm256_packs_epi32(bits(load(x + i)), bits(load(x + i + kWidth))); };
   return _mm256_packs_epi16(words(0), words(2 * kWidth));
 }
-// The third byte of each lane.
+// The codes are the third byte of each lane.
 [[gnu::always_inline]] inline Codes unsigned_codes(const Ints (&words)[4]) {
   const auto bytes = [&]<int J>() __attribute__((always_inline)) {
     const auto at = [](int place, int from) { return char(place == J ? from : -1); };

@@ -19,13 +19,13 @@ inline __m256 load_floats(const Float16* x) {
 
 // Floats rounded to bf16, nearest even, in the high word of each dword (the low word is waste). NaN must be canonical
 // (kNaNBits): the carry out of a full mantissa would turn another NaN into -0.
-inline __m256i round_bf16(__m256 v) {
+inline __m256i round_bf16(__m256 v, __m256i lowest_kept = _mm256_set1_epi32(0x10000), __m256i below_half = _mm256_set1_epi32(0x7FFF)) {
   const __m256i bits = _mm256_castps_si256(v);
-  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-  return _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+  const __m256i odd = _mm256_cmpeq_epi32(_mm256_and_si256(bits, lowest_kept), lowest_kept);
+  return _mm256_sub_epi32(_mm256_add_epi32(bits, below_half), odd);
 }
 
-// The upper words of 16 dwords, in order. Bytes are shuffled: Zen 2 shifts in one of its units alone.
+// The upper words of 16 dwords, in order. Nothing is shifted, here or above: Zen 2 does so in one of its units alone.
 inline __m256i upper_words(__m256i low, __m256i high) {
   const __m256i first = _mm256_broadcastsi128_si256(_mm_setr_epi8(2, 3, 6, 7, 10, 11, 14, 15, -1, -1, -1, -1, -1, -1, -1, -1));
   const __m256i second = _mm256_broadcastsi128_si256(_mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, 2, 3, 6, 7, 10, 11, 14, 15));
