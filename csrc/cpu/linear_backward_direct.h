@@ -48,38 +48,76 @@ template <class Product, Codes codes>
   }
 }
 
+// sum (TOKENS, COUNT) from or to sums, `stride` floats apart; `first`: they were nothing before.
+template <int TOKENS, int COUNT>
+[[gnu::always_inline]] inline void read_sums(const float* sums, int64_t stride, bool first, Vector (&sum)[TOKENS][COUNT]) {
+#pragma GCC unroll 4
+  for (int m = 0; m < TOKENS; ++m)
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; ++i) sum[m][i] = first ? zero_vector() : Float32::load(sums + m * stride + i * kLanes);
+}
+template <int TOKENS, int COUNT>
+[[gnu::always_inline]] inline void write_sums(const Vector (&sum)[TOKENS][COUNT], float* sums, int64_t stride) {
+#pragma GCC unroll 4
+  for (int m = 0; m < TOKENS; ++m)
+#pragma GCC unroll 8
+    for (int i = 0; i < COUNT; ++i) store_values(sums + m * stride + i * kLanes, sum[m][i]);
+}
+
 // sums (M, group), `sums_stride` apart, += grads (units of R rows, M), broadcast, times a group of R rows, `stride` bytes apart.
 template <int R, int M, class Product, Codes codes>
 [[gnu::always_inline]] inline void add_group(const Decoder<Product, codes>& decoder, const uint8_t* c, int64_t stride,
                                              const typename Decoder<Product, codes>::Scales* s, int64_t group, const float* grads,
                                              float* sums, int64_t sums_stride, bool first) {
+  using Values = typename Product::Values;
   constexpr int kElements = Product::kUnitElements;
   // Vectors of M sums each that registers hold beside what decoding needs; without SIMD decoding twice would cost more.
   constexpr bool kHalves = kLanes == 8 || (kLanes == 16 && M > kElements + 1);
   constexpr int kTogether = kHalves ? kGroupVectors / 2 : kGroupVectors;
+  // AVX2's 16 registers hold no sums of 4 tokens beside it: 2 tokens at a time then, from the rows' values in L1.
+  constexpr int kTokens = kLanes == 8 && M == 4 ? 2 : M;
 #pragma GCC unroll 2
   for (int first_vector = 0; first_vector < kGroupVectors; first_vector += kTogether, sums += kTogether * kLanes) {
-    Vector sum[M][kTogether];
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m)
-#pragma GCC unroll 8
-      for (int i = 0; i < kTogether; ++i) sum[m][i] = first ? zero_vector() : Float32::load(sums + m * sums_stride + i * kLanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; r += kElements) {
-      typename Product::Values v[kGroupVectors];
+    const auto values = [&](int r, Values v[kGroupVectors]) __attribute__((always_inline)) {
       unit_values<Product, codes>(decoder, c + r * stride, stride, R - r, s + r, group, v);
-#pragma GCC unroll 4
-      for (int m = 0; m < M; ++m) {
-        auto factor = Product::broadcast(grads + r / kElements * M + m);
-        if constexpr (kElements == 1) factor = factor * decoder.scale(s[r], group);
+    };
+    if constexpr (kTokens < M) {
+      Values waiting[R][kTogether];
+      for (int r = 0; r < R; ++r) {
+        Values v[kGroupVectors];
+        values(r, v);
 #pragma GCC unroll 8
-        for (int i = 0; i < kTogether; ++i) sum[m][i] = Product::multiply_add(v[first_vector + i], factor, sum[m][i]);
+        for (int i = 0; i < kTogether; ++i) waiting[r][i] = v[first_vector + i];
       }
-    }
-#pragma GCC unroll 4
-    for (int m = 0; m < M; ++m)
+      for (int first_token = 0; first_token < M; first_token += kTokens) {
+        Vector sum[kTokens][kTogether];
+        read_sums(sums + first_token * sums_stride, sums_stride, first, sum);
+        for (int r = 0; r < R; ++r)
+#pragma GCC unroll 2
+          for (int m = 0; m < kTokens; ++m) {
+            const Values factor = Product::broadcast(grads + r * M + first_token + m) * decoder.scale(s[r], group);
 #pragma GCC unroll 8
-      for (int i = 0; i < kTogether; ++i) store_values(sums + m * sums_stride + i * kLanes, sum[m][i]);
+            for (int i = 0; i < kTogether; ++i) sum[m][i] = Product::multiply_add(waiting[r][i], factor, sum[m][i]);
+          }
+        write_sums(sum, sums + first_token * sums_stride, sums_stride);
+      }
+    } else {
+      Vector sum[M][kTogether];
+      read_sums(sums, sums_stride, first, sum);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r += kElements) {
+        Values v[kGroupVectors];
+        values(r, v);
+#pragma GCC unroll 4
+        for (int m = 0; m < M; ++m) {
+          auto factor = Product::broadcast(grads + r / kElements * M + m);
+          if constexpr (kElements == 1) factor = factor * decoder.scale(s[r], group);
+#pragma GCC unroll 8
+          for (int i = 0; i < kTogether; ++i) sum[m][i] = Product::multiply_add(v[first_vector + i], factor, sum[m][i]);
+        }
+      }
+      write_sums(sum, sums, sums_stride);
+    }
   }
 }
 

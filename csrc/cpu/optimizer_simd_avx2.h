@@ -30,14 +30,10 @@ inline Floats splat(float x) { return _mm256_set1_ps(x); }
 inline Ints splat_bits(uint32_t x) { return _mm256_set1_epi32(int(x)); }
 inline Floats load(const float* p) { return _mm256_loadu_ps(p); }
 inline void store(float* p, Floats x) { _mm256_storeu_ps(p, x); }
-inline Floats load_as(const float* p) { return _mm256_loadu_ps(p); }
-inline Floats load_as(const BFloat16* p) {
-  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
-  const __m256i places = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
-                                          -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
-  return _mm256_castsi256_ps(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(words), places));
+template <class T>
+inline Floats load_as(const T* p) {
+  return load_floats(p);
 }
-inline Floats load_as(const Float16* p) { return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))); }
 template <class T>
 inline void load_pair_as(const T* p, Floats& a, Floats& b) {
   a = load_as(p), b = load_as(p + kWidth);

@@ -24,11 +24,9 @@ inline Floats splat(float x) { return _mm512_set1_ps(x); }
 inline Ints splat_bits(uint32_t x) { return _mm512_set1_epi32(int(x)); }
 inline Floats load(const float* p) { return _mm512_loadu_ps(p); }
 inline void store(float* p, Floats x) { _mm512_storeu_ps(p, x); }
-inline Floats load_as(const float* p) { return _mm512_loadu_ps(p); }
-inline Floats widen(__m256i bfloat16) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16), 16)); }
-inline Floats load_as(const BFloat16* p) { return widen(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))); }
-inline Floats load_as(const Float16* p) {
-  return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+template <class T>
+inline Floats load_as(const T* p) {
+  return load_floats(p);
 }
 template <class T>
 inline void load_pair_as(const T* p, Floats& a, Floats& b) {
@@ -155,7 +153,7 @@ inline Floats code_floats(const uint8_t* p) { return code_floats(_mm_loadu_si128
 inline __mmask16 first_lanes(int64_t count) { return __mmask16((1u << count) - 1u); }
 inline Floats load_first(const float* p, int64_t count) { return _mm512_maskz_loadu_ps(first_lanes(count), p); }
 inline Floats load_first(const BFloat16* p, int64_t count) {
-  return widen(_mm256_maskz_loadu_epi16(first_lanes(count), p));
+  return widen_bf16(_mm256_maskz_loadu_epi16(first_lanes(count), p));
 }
 inline Floats load_first(const Float16* p, int64_t count) {
   return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16(first_lanes(count), p));

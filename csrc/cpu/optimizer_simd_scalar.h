@@ -17,9 +17,10 @@ inline Floats splat(float x) { return x; }
 inline Ints splat_bits(uint32_t x) { return x; }
 inline Floats load(const float* p) { return *p; }
 inline void store(float* p, Floats x) { *p = x; }
-inline Floats load_as(const float* p) { return *p; }
-inline Floats load_as(const BFloat16* p) { return to_float(*p); }
-inline Floats load_as(const Float16* p) { return to_float(*p); }
+template <class T>
+inline Floats load_as(const T* p) {
+  return to_float(*p);
+}
 // The vectors at p and p + kWidth.
 template <class T>
 inline void load_pair_as(const T* p, Floats& a, Floats& b) {

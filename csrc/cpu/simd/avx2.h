@@ -10,8 +10,10 @@ namespace {
 
 inline __m256 load_floats(const float* x) { return _mm256_loadu_ps(x); }
 inline __m256 load_floats(const BFloat16* x) {
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+  const __m128i words = _mm_loadu_si128(reinterpret_cast<const __m128i*>(x));
+  const __m256i places = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                                          -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+  return _mm256_castsi256_ps(_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(words), places));
 }
 inline __m256 load_floats(const Float16* x) {
   return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));

@@ -15,10 +15,8 @@ namespace halfbyte::cpu {
 namespace {
 
 inline __m512 load_floats(const float* x) { return _mm512_loadu_ps(x); }
-inline __m512 load_floats(const BFloat16* x) {
-  const __m256i bits = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(x));
-  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
-}
+inline __m512 widen_bf16(__m256i words) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(words), 16)); }
+inline __m512 load_floats(const BFloat16* x) { return widen_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x))); }
 inline __m512 load_floats(const Float16* x) {
   return _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
 }
