@@ -48,7 +48,7 @@ template <class Product, Codes codes>
   }
 }
 
-// sum (TOKENS, COUNT) from or to sums, `stride` floats apart; `first`: they were nothing before.
+// sum (TOKENS, COUNT) from and to sums, tokens `stride` floats apart; `first`: they were nothing before.
 template <int TOKENS, int COUNT>
 [[gnu::always_inline]] inline void read_sums(const float* sums, int64_t stride, bool first, Vector (&sum)[TOKENS][COUNT]) {
 #pragma GCC unroll 4
@@ -82,6 +82,7 @@ template <int R, int M, class Product, Codes codes>
       unit_values<Product, codes>(decoder, c + r * stride, stride, R - r, s + r, group, v);
     };
     if constexpr (kTokens < M) {
+      static_assert(kElements == 1, "a pair's scales are in its values, and R may be odd");
       Values waiting[R][kTogether];
       for (int r = 0; r < R; ++r) {
         Values v[kGroupVectors];
