@@ -38,6 +38,7 @@ from halfbyte import _library  # registers torch.ops.halfbyte
 from halfbyte.checkpoint.folder import replace_file
 
 ROOT = Path(__file__).resolve().parent.parent
+MADE = ("results", "tables", "README.md")  # by benchmarks and from their results: no part of what is measured
 PEERS = ("bitsandbytes", "torchao", "optimum-quanto")
 # Hold torch's own kernels, oneDNN and MKL to what a machine of a forced instruction set has; bitsandbytes has no switch.
 HELD_TO_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"}
@@ -106,7 +107,7 @@ def environment() -> dict[str, Any]:
     ).stdout.strip()
     # Results are no input: those that an earlier benchmark wrote do not make this one's commit another.
     dirty = subprocess.run(
-        [*git, "status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results", ":!benchmarks/README.md"],
+        [*git, "status", "--porcelain", "-uno", "--", ".", *(f":!benchmarks/{made}" for made in MADE)],
         capture_output=True,
         text=True,
         check=False,

@@ -1,6 +1,6 @@
 """The tables of README.md, made from the committed results: what stands between `<!-- table: NAME -->` and `<!-- end -->`.
 
-    python benchmarks/table.py          # rewrites them, with benchmarks/README.md
+    python benchmarks/table.py          # rewrites them, with benchmarks/README.md and benchmarks/tables/
 """
 
 from __future__ import annotations
