@@ -20,6 +20,12 @@ inline float int8_factor(const uint8_t* row, const RowLayout& l) {
 inline float int8_result(int32_t sum, uint32_t offset, float token_factor, float row_factor) {
   return float(int32_t(uint32_t(sum) - offset)) * (token_factor * row_factor);
 }
+// The same of a row's sums with kLanes tokens.
+inline Vector int8_results(Int8Units::Sum sums, uint32_t offset, Vector token_factors, float row_factor) {
+  using Sum = Int8Units::Sum;
+  typedef uint32_t Wrapping __attribute__((vector_size(sizeof(Sum))));
+  return __builtin_convertvector(Sum(Wrapping(sums) - offset), Vector) * (token_factors * row_factor);
+}
 
 // ---- direct: dot products along K, R rows at a time -------------------------------------------------------------------
 
@@ -196,11 +202,10 @@ class CodeRows {
     for (int64_t m0 = 0; m0 < count; m0 += kLanes) {
       float of_tokens[kLanes] = {};  // sums of tokens past the end are whatever the padded tile gave
       memcpy(of_tokens, token_factors + first + m0, size_t(m0 + kLanes < count ? kLanes : count - m0) * sizeof(float));
+      const Vector factors_of_tokens = Float32::load(of_tokens);
       for (int64_t r = 0; r < rows; ++r) {
-        float* at = sums.at(r, m0);
-        int32_t integers[kLanes];
-        memcpy(integers, at, sizeof integers);
-        for (int m = 0; m < kLanes; ++m) at[m] = int8_result(integers[m], offset[r], of_tokens[m], factors[r]);
+        float* const at = sums.at(r, m0);
+        store_values(at, int8_results(Int8Units::load_sums(at), offset[r], factors_of_tokens, factors[r]));
       }
     }
     store_turned<Int8Units>(sums, first, count, n0, rows, output);
@@ -237,7 +242,7 @@ constexpr Int8LinearKernels int8_linear_kernels() {
   k.rest_tokens = kInt8RestTokens;
   k.panel_rows = Layout<Int8Units>::kMany.rows;
   k.decoding_tokens = kOnTiles<Int8Units> ? 128 : kDecodingTokens;
-  k.sharing_rows = kOnTiles<Int8Units> ? 350 : kSharingRows;  // on tiles not measured
+  k.sharing_rows = kOnTiles<Int8Units> ? 350 : kSharingRows;
   k.prepare_direct = int8_prepare_direct;
   k.direct = int8_direct;
   k.prepare_tiled = int8_prepare_tiled;

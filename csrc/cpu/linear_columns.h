@@ -148,7 +148,7 @@ struct ColumnLayout<Product> {
   static constexpr ColumnShape kMany{640, kMatrixTogether}, kFew{1024, 32};
   static constexpr int64_t kTurnedUnits = kMatrixTogether;
   static constexpr int64_t kTurnedColumns = 256;  // fewer are filled too often, and more have left L2 when the next call comes
-  static constexpr TurnedFrom kTurnedFrom{256, 1, 0, TurnedFrom::kNever};
+  static constexpr TurnedFrom kTurnedFrom{32, 8, 0, TurnedFrom::kNever};
   static constexpr int64_t kRun = kTileSide;
   static constexpr int64_t kTokensTogether = kTileSide;
   static constexpr int64_t kMostTokens = kLinearTokens, kStripTokens = kMostTokens;

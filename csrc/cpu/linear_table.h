@@ -148,8 +148,8 @@ constexpr LinearKernels linear_kernels() {
                                       .matrix_units = int32_t(kUnitMultiple<P>),
                                       .packed_units = C::kPackedUnits,
                                       .decoding_tokens = kOnTiles<P> ? 40 : kDecodingTokens,
-                                      .column_decoding = kOnTiles<P> ? 16 : kDecodingTokens,
-                                      .sharing_rows = kOnTiles<P> ? 0 : kSharingRows,  // on tiles not measured
+                                      .column_decoding = kOnTiles<P> ? 32 : kDecodingTokens,
+                                      .sharing_rows = kOnTiles<P> ? 80 : kSharingRows,
                                       .turned_from = C::kTurnedFrom,
                                       .direct_tokens = 0};
     constexpr int64_t forward = Layout<P>::kMany.floats() + Layout<P>::kSumsFloats;
