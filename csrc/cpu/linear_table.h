@@ -147,6 +147,7 @@ constexpr LinearKernels linear_kernels() {
                                       .column_tokens = int32_t(C::kMostTokens),
                                       .matrix_units = int32_t(kUnitMultiple<P>),
                                       .packed_units = C::kPackedUnits,
+                                      // on tiles as measured on a Xeon with AMX (csrc/README.md)
                                       .decoding_tokens = kOnTiles<P> ? 40 : kDecodingTokens,
                                       .column_decoding = kOnTiles<P> ? 32 : kDecodingTokens,
                                       .sharing_rows = kOnTiles<P> ? 80 : kSharingRows,
